@@ -142,7 +142,7 @@ def test_all_parts_of_a_split_file_are_found(tmp_path: Path) -> None:
 
 
 def test_start_keeps_its_contract(folder: Path, llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    start.main(["--model", str(folder), "--repeat", "2", "--threads", "1", *llama])
+    start.main(["--model", str(folder), "--repeat", "1", "--threads", "1", *llama])
     document = last_document(capsys)
     for name in ("start_s", "first_start_s", "llama_start_s", "rss_bytes", "llama_rss_bytes"):
         assert document[name] > 0

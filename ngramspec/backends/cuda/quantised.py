@@ -28,6 +28,7 @@ from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, Tile, boun
 from ngramspec.models.tensor_source import KINDS
 
 UNIT = 64
+ROWS_PER_PROGRAM = 16  # rows that a program dequantises
 
 _HALVES, _MINIMA, _BYTES, _BYTE_MINIMA = range(4)
 
@@ -105,7 +106,7 @@ class CudaPackedWeight:
         """Return rows `ids` [R] (integers) of the weight, [R, K] in a dtype, rounded once."""
         out = torch.empty(len(ids), self.n_in, dtype=dtype, device=self.codes.device)
         if len(ids):
-            grid = (triton.cdiv(len(ids), 16), len(self.codes))
+            grid = (triton.cdiv(len(ids), ROWS_PER_PROGRAM), len(self.codes))
             _dequantise[grid](
                 ids,
                 self.codes,
@@ -116,7 +117,7 @@ class CudaPackedWeight:
                 self.n_in,
                 len(ids),
                 **self.format.constants,
-                BLOCK=16,
+                BLOCK=ROWS_PER_PROGRAM,
                 num_warps=4,
                 enable_fp_fusion=False,
             )

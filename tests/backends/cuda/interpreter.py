@@ -18,6 +18,8 @@ from triton import language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from ngramspec.backends.cuda import quantised
+
 
 def correct() -> None:
     cast, splat = InterpreterBuilder.cast_impl, InterpreterBuilder.create_splat
@@ -45,6 +47,7 @@ def correct() -> None:
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_splat = create_splat
     _replace_once()
+    quantised.ROWS_PER_PROGRAM = 512
 
 
 @numba.njit

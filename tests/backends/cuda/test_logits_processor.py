@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from aot import check_limits, compile_kernel, run_aot
-from small import VOCAB, make_engine, make_model, take_on_trust
+from small import NARROW, VOCAB, make_engine, make_model, take_on_trust
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cuda import logits_processor
@@ -137,7 +137,7 @@ def test_more_entries_than_there_is_room_for_are_the_hosts_business() -> None:
 def engine(device: str) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         take_on_trust(patch)
-        with make_engine(make_model("llama"), device, patch) as made_engine:
+        with make_engine(make_model("llama", **NARROW), device, patch) as made_engine:
             made_engine.core.cost = tiny.FreeRows()
             yield made_engine
 

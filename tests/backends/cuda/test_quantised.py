@@ -12,7 +12,14 @@ from ngramspec.backends.cuda.quantised import FORMATS, CudaQuantisedProduct, con
 from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, violation
 from ngramspec.models.tensor_source import dequantise
 
-ROWS = (1, 2, 5, 16, 17, 32)
+ROWS = (1, 2, 5, 16, 17, 32) if torch.cuda.is_available() else (2, 17)  # under the interpreter a tile of either width
+PRECISE = [torch.float32, torch.float16]
+# On a device every format in every dtype; under the interpreter every one with bfloat16, and one of each kind of scales in all.
+CASES = [
+    (kind, dtype)
+    for kind in FORMATS
+    for dtype in (torch.bfloat16, *(PRECISE if torch.cuda.is_available() or kind in ("Q5_1", "Q6_K") else []))
+]
 
 
 def blocks(kind: str, n_out: int, n_in: int, name: str = "") -> np.ndarray:
@@ -43,7 +50,7 @@ def test_blocks_hold_the_weights_that_gguf_makes_of_them(kind: str, device: str)
     assert pack(kind, torch.from_numpy(blocks(kind, 64, 1024))).n_bytes <= 1.07 * blocks(kind, 64, 1024).nbytes
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_products_have_the_bits_of_dequantised_weights(kind: str, dtype: torch.dtype, device: str) -> None:
     raw = blocks(kind, 70, columns(kind, 1120))
     bias = torch.randn(70, generator=torch.Generator().manual_seed(1)).to(device, dtype)

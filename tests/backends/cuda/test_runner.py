@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from small import VOCAB, bind, make_engine, make_model, take_on_trust
+from small import NARROW, VOCAB, bind, make_engine, make_model, take_on_trust
 
 from ngramspec import Completion, Engine, SamplingParams
 from ngramspec.backends.cuda import cuda_runner as runner_module
@@ -52,7 +52,7 @@ def test_what_decoding_needs_is_captured(max_seqs: int, max_rows: int, rows_per_
 @pytest.mark.parametrize("arch", ["qwen3", "mistral"])
 def test_our_own_kernels_throughout(arch: str, device: str) -> None:
     """Binding compares the logits with transformers' own, and has a chain and a tree say what token by token says."""
-    runner = bind(arch, torch.float32, device)
+    runner = bind(arch, torch.float32, device, narrow=True, n_layers=1 + (arch == "mistral"))
     assert isinstance(runner._decoder, CudaDecoder)
     assert runner.exactness == "bitwise", {str(policy) for policy in runner.policies.values()}
     runner.pool.check_integrity()
@@ -104,7 +104,7 @@ def test_the_pool_is_what_the_largest_pass_leaves(device: str, monkeypatch: pyte
 @pytest.fixture(scope="module")
 def on_device(device: str) -> Iterator[Engine]:
     """Without a device its kernels run under the interpreter."""
-    with pytest.MonkeyPatch.context() as made, make_engine(make_model("llama"), device, made) as made_engine:
+    with pytest.MonkeyPatch.context() as made, make_engine(make_model("llama", **NARROW), device, made) as made_engine:
         assert made_engine.exactness == "bitwise"
         made_engine.core.cost = tiny.FreeRows()  # what passes take under the interpreter says nothing
         yield made_engine
