@@ -2,14 +2,16 @@
 
     python -m benchmarks.decode --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D]
         --prompts F.jsonl | --random-prompts N | --trace [F.jsonl] [--limit N] [--max-tokens K] [--temperature T --seed S]
-        [--concurrency C] [--fixed-length N,N] [--against PEER,PEER (see --help)] [--vllm-python PATH] [--llama-python PATH]
+        [--concurrency C [--per-turn M]] [--fixed-length N,N] [--against PEER,PEER (see --help)] [--vllm-python PATH] [--llama-python PATH]
         [--precision auto|int8|float32]
     python -m benchmarks.decode --identity --model M --prompts F.jsonl [--prompts F.jsonl ...] [--limit N] [--max-tokens K]
         [--temperature T --seed S] [--modes off@8,on@1,on@8,off@1] [--log F.jsonl]
 
 Every prompt (every C prompts, handed in together) is completed with speculation off, on, and by each peer, in turns; so all see the same
-machine. A rate counts generated tokens over the whole time from the prompt to the last of them. `identical`: with speculation on, and by a
-peer, the same tokens as with speculation off. Progress goes to standard error, a table and a last line of JSON to standard output.
+machine. With `--per-turn M` a turn has M prompts of which C run at a time, the next one as soon as one ends, as a server's queue has them;
+without it the last text of C runs alone. A rate counts generated tokens over the whole time from the prompt to the last of them.
+`identical`: with speculation on, and by a peer, the same tokens as with speculation off. Progress goes to standard error, a table and a
+last line of JSON to standard output.
 
 With `--trace` a recording is replayed ("replayed": true): every pass runs, and the text is that of the recorded outputs, whatever the
 model would have written. So a model of random weights shows the time, and a real model's text what drafts are worth.
@@ -52,6 +54,7 @@ SETTINGS = (
     "temperature",
     "seed",
     "concurrency",
+    "per_turn",
     "spec_rows",
     "no_answers",
     "no_recycle",
@@ -92,7 +95,7 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
         args.model,
         tokenizer=None if args.tokenizer is None else load_tokenizer(args.tokenizer),
         linears=args.linears,
-        max_seqs=max(MAX_SEQS, args.concurrency),
+        max_seqs=args.concurrency if args.per_turn else max(MAX_SEQS, args.concurrency),
         datastore=args.datastore,
         recycle=not args.no_recycle,
         progress=say,
@@ -131,7 +134,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
                 absent[name] = str(error)
                 say(f"{name} is absent: {error}")
         warm_up(contenders, absent, [prompt.ids for prompt in prompts[: args.concurrency]])
-        runs = compare(contenders, absent, prompts, args.concurrency)
+        runs = compare(contenders, absent, prompts, args.per_turn or args.concurrency)
     source = "random" if args.random_prompts else args.prompts[-1].name if args.prompts else "library"
     document = {
         "model": args.model,
@@ -198,6 +201,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, metavar="T", help="0, the default, is greedy")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of random prompts")
     add("--concurrency", type=common.parse_positive, default=1, metavar="C", help="prompts completed at once")
+    add("--per-turn", type=common.parse_positive, metavar="M", help="prompts of a turn, C of which run at a time; default C")
     add(
         "--fixed-length",
         type=common.parse_counts,
@@ -219,6 +223,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.trace and (args.against or args.temperature):
         parser.error("--trace: a recording is followed greedily, and by nobody but us; leave --against and --temperature out")
+    if args.per_turn and (args.against or args.identity):
+        parser.error("--per-turn: peers and --identity take all prompts of a turn at once; leave --against and --identity out")
     if args.identity and not args.prompts:
         parser.error("--identity: --prompts is needed")
     if args.temperature is None:
@@ -305,7 +311,7 @@ def compare(
     contenders: dict[str, Contender],
     absent: dict[str, str],
     prompts: list[Prompt],
-    concurrency: int,
+    per_turn: int,
     *,
     rounds: Mapping[str, int] = MappingProxyType({}),
     budget_s: float = math.inf,
@@ -314,7 +320,7 @@ def compare(
 
     `rounds`: groups that a contender takes part in, all if not said; no new one is begun when half of it would be over the budget.
     """
-    groups = cut_groups([prompt.ids for prompt in prompts], concurrency)
+    groups = cut_groups([prompt.ids for prompt in prompts], per_turn)
     runs: dict[str, list[TimedRun]] = {name: [] for name in contenders}
     start = time.perf_counter()
     for n, (group, order) in enumerate(zip(groups, common.order_turns(list(contenders), len(groups)), strict=True), 1):

@@ -364,7 +364,8 @@ def replay(plan: Plan) -> Named:
     arguments += ["--trace", *([str(plan.trace)] if plan.trace else []), "--fixed-length", ",".join(map(str, plan.lengths))]
     arguments += ["--tokenizer", plan.tokenizer] if plan.tokenizer is not None else []
     limits = {alone: plan.n_traces, many: max(plan.n_traces // 4, 1) * many}
-    plans = {batch: decode.parse_args([*arguments, "--concurrency", str(batch), "--limit", str(limits[batch])]) for batch in limits}
+    running = {alone: ["--concurrency", "1"], many: ["--concurrency", str(many), "--per-turn", str(3 * many)]}
+    plans = {batch: decode.parse_args([*arguments, *running[batch], "--limit", str(limits[batch])]) for batch in limits}
     with decode.open_engine(plans[many], kv_memory=plan.kv_bytes) as engine:
         for batch, args in plans.items():
             document = decode.measure(engine, args)

@@ -172,7 +172,10 @@ def test_decode_keeps_its_contract(folder: Path, prompts_file: Path, options: li
     alone = last_document(capsys)
     decode.main([*arguments, "--concurrency", "3", "--limit", "5"])
     together = last_document(capsys)
-    for document in (alone, together):
+    decode.main([*arguments, "--concurrency", "2", "--per-turn", "3"])
+    queued = last_document(capsys)
+    assert queued["settings"]["per_turn"] == 3
+    for document in (alone, together, queued):
         assert document["prompts"] == document["identical"] == len(TEXTS)
         assert 0 < document["tokens"] <= 12 * len(TEXTS)
         assert document["tok_s_off"] > 0
@@ -183,7 +186,7 @@ def test_decode_keeps_its_contract(folder: Path, prompts_file: Path, options: li
         assert document["rows_per_pass"] >= 0
         assert document["exactness"] in ("bitwise", "numerical")
         assert document["versions"]["torch"] == torch.__version__
-    assert alone["digest"] == together["digest"]
+    assert alone["digest"] == together["digest"] == queued["digest"]
     assert alone["peers"]["hf"]["tok_s"] > 0
     assert (alone["peers"]["hf-pld"]["identical"] is None) == bool(options)
     assert "/nowhere/python" in alone["peers"]["vllm-none"]["absent"]
@@ -203,6 +206,7 @@ def test_decode_random_prompts(folder: Path, capsys: pytest.CaptureFixture[str])
         (["--against", "hf,llama"], "'llama' is none of hf"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--concurrency", "0"], "integer from 1"),
+        (["--per-turn", "9", "--against", "hf"], "--per-turn"),
     ],
 )
 def test_decode_refuses(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
