@@ -35,7 +35,8 @@ from ngramspec.datastore import format as layout
 from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore import segment_writer
 from ngramspec.datastore.errors import DatastoreNotFoundError
-from ngramspec.datastore.lookup import NODES, OCCURRENCES, OUT_PARENTS, OUT_START, OUT_TOKENS, Matcher, propose_batch
+from ngramspec.datastore.lookup import Matcher, propose_batch
+from ngramspec.datastore.lookup_arrays import NODES, OCCURRENCES, OUT_PARENTS, OUT_START, OUT_TOKENS
 from ngramspec.datastore.numba_intrinsics import pointer
 from ngramspec.datastore.reader import Datastore
 

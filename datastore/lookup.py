@@ -25,7 +25,48 @@ from numba import carray
 
 from .code_cache import njit
 from .format import PLACE_BITS
-from .numba_intrinsics import load_i32, load_i64, pointer, prefetch
+from .lookup_arrays import (
+    AGE,
+    ALLOWED,
+    CANDIDATES,
+    CHANCES,
+    COMPLETE,
+    CURSORS,
+    DEPTH,
+    FLOOR,
+    GROUPS,
+    HELD,
+    IDS,
+    LANES,
+    MATCHES,
+    MAX_MATCH,
+    MAX_SEQS,
+    MIN_MATCH,
+    N_BUCKETS,
+    N_CANDIDATE,
+    N_GROUPS,
+    N_SEGMENTS,
+    N_STATE,
+    NODES,
+    OCCURRENCES,
+    ORDER,
+    OUT_COUNTS,
+    OUT_MATCH,
+    OUT_PARENTS,
+    OUT_PLACE,
+    OUT_START,
+    OUT_TOKENS,
+    PLACES,
+    QUEUE,
+    ROWS,
+    STATE,
+    TEXTS,
+    WEIGHTS,
+    WIDE_IDS,
+    WORK,
+)
+from .match_tree import build_tree
+from .numba_intrinsics import load_i32, pointer, prefetch
 from .page_cache import measure_free_memory
 from .reader import Location, Snapshot
 from .search import (
@@ -56,16 +97,7 @@ REUSES = 4  # steps in a row without a search, at most: shorter matches that beg
 # what must be left of the last step's longest matches to do without a search: one of LONG_MATCH tokens, or MANY
 LONG_MATCH, MANY = 16, 8
 
-# columns of `work`, int64: settings, then addresses of the arrays that `Matcher` owns
-(N_SEGMENTS, ROWS, MAX_SEQS, MAX_MATCH, MIN_MATCH, NODES, OCCURRENCES, DEPTH, FLOOR, WIDE_IDS, IDS) = range(11)
-(PLACES, MATCHES, STATE, LANES, CURSORS, TEXTS, ORDER, GROUPS, CANDIDATES, CHANCES, QUEUE, WEIGHTS) = range(11, 23)
-(OUT_START, OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE, ALLOWED, WORK) = range(23, 31)
-
-_HELD, _COMPLETE, _AGE, _STATE = range(4)
 _INDEX, _SHARED, _FROM, _COUNT, _CURSOR = range(5)
-_TOKEN, _PARENT, _BEGIN, _END, _LEVEL, _NEXT, _CANDIDATE = range(7)
-_SLOTS = 256  # places of the hash table that groups occurrences by their next token: twice as many as there may be
-_BUCKETS = 128  # of the queue of candidates, see `_build_tree`
 _LANES = 16  # sequences that are searched at once
 _PREFETCH = 8  # entries ahead of the one that is read whose tokens are asked for
 ALL_STORES = -1
@@ -100,26 +132,26 @@ class Matcher:
         """Return at most `nodes` nodes and `depth` tokens deep a tree; nodes less likely than `min_chance` are left out."""
         if not (max_seqs >= 1 and 1 <= min_match <= max_match <= 1024 and 1 <= nodes <= 4096 and 1 <= depth <= 1024):
             raise ValueError(f"{max_seqs=}, {min_match=}, {max_match=}, {nodes=}, {depth=}: all must be from 1, min_match <= max_match")
-        if not 1 <= occurrences <= _SLOTS // 2:
-            raise ValueError(f"{occurrences=} must be from 1 to {_SLOTS // 2}")
+        if not 1 <= occurrences <= N_GROUPS // 2:
+            raise ValueError(f"{occurrences=} must be from 1 to {N_GROUPS // 2}")
         if not 0.0 < min_chance <= 1.0:
             raise ValueError(f"{min_chance=} must be above 0, at most 1")
         self.max_match = max_match
         self.work = np.zeros(WORK, np.int64)
         self.work[[MAX_SEQS, MAX_MATCH, MIN_MATCH, NODES, OCCURRENCES, DEPTH]] = max_seqs, max_match, min_match, nodes, occurrences, depth
-        self.work[FLOOR] = min(int(np.ceil(-4 * np.log2(min_chance))) + 1, _BUCKETS)
+        self.work[FLOOR] = min(int(np.ceil(-4 * np.log2(min_chance))) + 1, N_BUCKETS)
         n_candidates, n_nodes = occurrences * depth + 1, max_seqs * nodes
         self._buffers: dict[int, np.ndarray] = {
             PLACES: np.zeros((max_seqs, occurrences), np.int64),
             MATCHES: np.zeros((max_seqs, occurrences), np.int32),
-            STATE: np.zeros((max_seqs, _STATE), np.int64),
+            STATE: np.zeros((max_seqs, N_STATE), np.int64),
             LANES: np.zeros((_LANES, LANE), np.int64),
             TEXTS: np.zeros((2, occurrences), np.int64),
             ORDER: np.zeros((3, occurrences), np.int32),
-            GROUPS: np.full((2, _SLOTS), -1, np.int32),
-            CANDIDATES: np.zeros((n_candidates, _CANDIDATE), np.int32),
+            GROUPS: np.full((2, N_GROUPS), -1, np.int32),
+            CANDIDATES: np.zeros((n_candidates, N_CANDIDATE), np.int32),
             CHANCES: np.zeros(n_candidates, np.float64),
-            QUEUE: np.zeros(_BUCKETS, np.int32),
+            QUEUE: np.zeros(N_BUCKETS, np.int32),
             WEIGHTS: 0.25 * np.arange(max_match + depth + 1, dtype=np.float64) ** 1.5,
             OUT_START: np.zeros(max_seqs + 1, np.int64),
             OUT_TOKENS: np.zeros(n_nodes, np.int32),
@@ -241,7 +273,7 @@ def propose_batch(work, slots, contexts, fresh):
                 if lane < n_lanes and lanes[lane, QUERY] == address + 4 * work[MAX_MATCH] * b:
                     _collect_occurrences(work, rows, slot, lanes[lane, QUERY], cursors[lane])
                     lane += 1
-                n += _build_tree(work, rows, slot, n)
+                n += build_tree(work, rows, slot, n)
             start[b + 1] = n
     return n
 
@@ -272,15 +304,15 @@ def _advance_occurrences(work, rows, slot, query, fresh):
     cap, wide = work[OCCURRENCES], work[WIDE_IDS] != 0
     places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
     matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
-    state = carray(pointer(work[STATE] + 8 * _STATE * slot), _STATE, np.int64)
-    if fresh == 0 and state[_HELD] > 0:
+    state = carray(pointer(work[STATE] + 8 * N_STATE * slot), N_STATE, np.int64)
+    if fresh == 0 and state[HELD] > 0:
         return True
-    if fresh <= 0 or fresh > work[MAX_MATCH] or state[_HELD] == 0 or state[_AGE] >= REUSES:
+    if fresh <= 0 or fresh > work[MAX_MATCH] or state[HELD] == 0 or state[AGE] >= REUSES:
         return False
-    complete = state[_COMPLETE]
+    complete = state[COMPLETE]
     mask = (np.int64(1) << PLACE_BITS) - 1
     kept, exact, longest = 0, 0, np.int64(0)
-    for i in range(state[_HELD]):
+    for i in range(state[HELD]):
         row, p = places[i] >> PLACE_BITS, places[i] & mask
         if p + fresh >= rows[row, N_TOKENS]:
             continue
@@ -296,10 +328,10 @@ def _advance_occurrences(work, rows, slot, query, fresh):
         longest = max(longest, np.int64(matches[kept]))
         kept += 1
     if exact < MANY and (exact == 0 or longest < LONG_MATCH):
-        state[_HELD] = 0
+        state[HELD] = 0
         return False
-    state[_HELD], state[_COMPLETE] = kept, complete + fresh
-    state[_AGE] += 1
+    state[HELD], state[COMPLETE] = kept, complete + fresh
+    state[AGE] += 1
     return True
 
 
@@ -312,9 +344,9 @@ def _collect_occurrences(work, rows, slot, query, cursors):
     cap, budget = work[OCCURRENCES], _INSPECT * work[OCCURRENCES]
     places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
     matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
-    state = carray(pointer(work[STATE] + 8 * _STATE * slot), _STATE, np.int64)
+    state = carray(pointer(work[STATE] + 8 * N_STATE * slot), N_STATE, np.int64)
     taken = 0
-    state[_COMPLETE], state[_AGE] = work[MAX_MATCH] + 1, 0
+    state[COMPLETE], state[AGE] = work[MAX_MATCH] + 1, 0
     while taken < cap:
         best = np.int64(0)
         for c in range(len(cursors)):
@@ -345,8 +377,8 @@ def _collect_occurrences(work, rows, slot, query, cursors):
         if more:
             taken = _sample_occurrences(work, rows, query, best, cursors, places, matches, first, taken)
             break
-        state[_COMPLETE] = best
-    state[_HELD] = taken
+        state[COMPLETE] = best
+    state[HELD] = taken
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -401,144 +433,3 @@ def _sample_occurrences(work, rows, query, best, cursors, places, matches, first
             places[taken], matches[taken] = sample[j], best
             taken += 1
     return taken if taken > first else collected
-
-
-# ---- the tree
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _build_tree(work, rows, slot, offset):
-    """Merge the continuations of a slot's occurrences into a tree, likely nodes first -> number of nodes, written from `offset` on.
-
-    No path is likelier than its beginning, so that candidates leave the queue in falling order: it is a row of buckets, a quarter of
-    an octave of chance each, and a pointer that only moves on. Equal chances leave it by match length.
-    """
-    cap, depth, max_match, width, floor = work[OCCURRENCES], work[DEPTH], work[MAX_MATCH], work[NODES], work[FLOOR]
-    places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
-    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
-    order = carray(pointer(work[ORDER]), (3, cap), np.int32)
-    weights = carray(pointer(work[WEIGHTS]), max_match + depth + 1, np.float64)
-    n_candidates = cap * depth + 1
-    candidates = carray(pointer(work[CANDIDATES]), (n_candidates, _CANDIDATE), np.int32)
-    chances = carray(pointer(work[CHANCES]), n_candidates, np.float64)
-    queue = carray(pointer(work[QUEUE]), _BUCKETS, np.int32)
-    tokens = carray(pointer(work[OUT_TOKENS] + 4 * offset), width, np.int32)
-    parents = carray(pointer(work[OUT_PARENTS] + 4 * offset), width, np.int32)
-    counts = carray(pointer(work[OUT_COUNTS] + 4 * offset), width, np.int32)
-    match = carray(pointer(work[OUT_MATCH] + 2 * offset), width, np.int16)
-    place = carray(pointer(work[OUT_PLACE] + 8 * offset), width, np.int64)
-    held = carray(pointer(work[STATE] + 8 * _STATE * slot), _STATE, np.int64)[_HELD]
-    wide, ids = work[WIDE_IDS] != 0, work[IDS]
-    texts = carray(pointer(work[TEXTS]), (2, cap), np.int64)
-    for i in range(held):
-        order[0, i] = i
-        row, p = places[i] >> PLACE_BITS, places[i] & ((np.int64(1) << PLACE_BITS) - 1)
-        texts[0, i] = rows[row, TOKENS] + (p << 2 if wide else p << 1)
-        texts[1, i] = rows[row, N_TOKENS] - p
-    queue[:] = -1
-    made = _add_children(work, slot, 0, 0, held, 0, -1, 1.0)
-    for c in range(made - 1, -1, -1):
-        bucket = _choose_bucket(work, c)
-        candidates[c, _NEXT] = queue[bucket]
-        queue[bucket] = c
-    n, bucket = 0, 0
-    while n < width:
-        while bucket < floor and queue[bucket] < 0:
-            bucket += 1
-        if bucket >= floor:
-            break
-        best = np.int64(queue[bucket])
-        queue[bucket] = candidates[best, _NEXT]
-        begin, end, level = np.int64(candidates[best, _BEGIN]), np.int64(candidates[best, _END]), np.int64(candidates[best, _LEVEL])
-        o = order[0, begin]
-        tokens[n] = candidates[best, _TOKEN]
-        parents[n] = candidates[best, _PARENT]
-        counts[n] = end - begin
-        match[n] = min(np.int64(matches[o]), max_match)
-        place[n] = places[o] + level
-        n += 1
-        level += 1
-        if level == depth:
-            continue
-        more = 1
-        token = read_token(texts[0, o], wide, level) if level < texts[1, o] else ids
-        weight = weights[min(matches[o] + level, len(weights) - 1)]
-        for i in range(begin + 1, end):
-            o = order[0, i]
-            if level >= texts[1, o] or read_token(texts[0, o], wide, level) != token:
-                more = _add_children(work, slot, made, begin, end, level, n - 1, chances[best])
-                break
-            weight += weights[min(matches[o] + level, len(weights) - 1)]
-        else:  # all go on alike: most of a tree
-            if token >= ids:
-                continue
-            candidates[made, _TOKEN], candidates[made, _PARENT], candidates[made, _LEVEL] = token, n - 1, level
-            candidates[made, _BEGIN], candidates[made, _END] = begin, end
-            chances[made] = chances[best] * weight / (weight + 1.0)
-        for c in range(made + more - 1, made - 1, -1):
-            b = max(_choose_bucket(work, c), bucket)
-            candidates[c, _NEXT] = queue[b]
-            queue[b] = c
-        made += more
-    return n
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _choose_bucket(work, c):
-    """0 for a chance of 1, then 4 buckets an octave: exponent and two bits of the mantissa, read from the number's bits."""
-    return min(max((1023 << 2) - (load_i64(work[CHANCES] + 8 * c) >> 50), 0), _BUCKETS - 1)
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _add_children(work, slot, made, begin, end, level, parent, chance):
-    """Group the occurrences order[0, begin:end] by their token at `level`, longest match first in each group; one candidate a group."""
-    cap, n_weights = work[OCCURRENCES], work[MAX_MATCH] + work[DEPTH] + 1
-    wide, ids = work[WIDE_IDS] != 0, work[IDS]
-    texts = carray(pointer(work[TEXTS]), (2, cap), np.int64)
-    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
-    order = carray(pointer(work[ORDER]), (3, cap), np.int32)
-    groups = carray(pointer(work[GROUPS]), (2, _SLOTS), np.int32)
-    weights = carray(pointer(work[WEIGHTS]), n_weights, np.float64)
-    candidates = carray(pointer(work[CANDIDATES]), (cap * work[DEPTH] + 1, _CANDIDATE), np.int32)
-    chances = carray(pointer(work[CHANCES]), cap * work[DEPTH] + 1, np.float64)
-    n = 0
-    whole = 1.0
-    for i in range(begin, end):
-        o = order[0, i]
-        weight = weights[min(matches[o] + level, n_weights - 1)]
-        whole += weight
-        order[1, i] = -1
-        if level >= texts[1, o]:
-            continue
-        token = read_token(texts[0, o], wide, level)
-        if token >= ids:  # the separator, or damage
-            continue
-        h = (token * 0x9E3779B1 >> 12) & (_SLOTS - 1)
-        while groups[0, h] >= 0 and groups[0, h] != token:
-            h = (h + 1) & (_SLOTS - 1)
-        if groups[0, h] < 0:
-            groups[0, h], groups[1, h] = token, n
-            candidates[made + n, _TOKEN], candidates[made + n, _PARENT], candidates[made + n, _LEVEL] = token, parent, level
-            candidates[made + n, _BEGIN], candidates[made + n, _END] = h, 0
-            chances[made + n] = 0.0
-            n += 1
-        g = groups[1, h]
-        order[1, i] = g
-        candidates[made + g, _END] += 1
-        chances[made + g] += weight
-    at = begin
-    scale = chance / whole
-    for c in range(made, made + n):
-        groups[0, candidates[c, _BEGIN]] = -1
-        candidates[c, _BEGIN] = at
-        at += candidates[c, _END]
-        candidates[c, _END] = candidates[c, _BEGIN]
-        chances[c] *= scale
-    for i in range(begin, end):
-        if order[1, i] >= 0:
-            c = made + order[1, i]
-            order[2, candidates[c, _END]] = order[0, i]
-            candidates[c, _END] += 1
-    for i in range(begin, at):
-        order[0, i] = order[2, i]
-    return n

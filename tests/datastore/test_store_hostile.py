@@ -21,7 +21,8 @@ import tiny_store
 from ngramspec.datastore import format as layout
 from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore.errors import DatastoreCorruptError, DatastoreError
-from ngramspec.datastore.lookup import ROWS, Matcher
+from ngramspec.datastore.lookup import Matcher
+from ngramspec.datastore.lookup_arrays import ROWS
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.search import N_SUFFIXES, N_TOKENS, SUFFIXES, TOKENS, WIDTH, find_occurrences
 from ngramspec.datastore.suffix_array import pack_positions
