@@ -5,7 +5,8 @@ A file holds one block's keys and values under the block's hash, which stands fo
 their checksum when they are read. The folder is the user's alone, and files beyond its bound are removed, those read least recently first.
 
 `PrefixStore` decides what is worth a file and moves blocks between folder and pool, in the engine's thread; files are written by a thread
-of its own. Several processes may share a folder.
+of its own. Several processes may share a folder: each looks for the others' files when a prompt needs them, and counts them before the
+folder can have grown far beyond its bound.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import logging
 import os
 import queue
+import secrets
 import stat
 import threading
 import time
@@ -35,7 +37,9 @@ REMEMBERED = 8  # the latest requests whose blocks may still have to be written
 BLOCKS_AT_ONCE = 16  # that are handed to the writer before the engine looks for requests again
 IDLE_S = 0.5  # without a request, until blocks are written
 _DIGEST = 16  # bytes of a checksum
-_SUFFIX = ".kv"
+_SUFFIX, _PARTIAL = ".kv", ".part"
+STALE_S = 600.0  # a file that is still being written after so long is one of a process that was killed
+RECOUNT = 0.05  # share of the bound that one process writes between two counts of what all have written
 _NAME = 32 * "[0-9a-f]"  # of a file: its block's hash
 
 
@@ -58,8 +62,10 @@ class PrefixFolder:
             raise InvalidInputError(f"prefix_cache_path {str(root)!r} holds a folder that others may write: {self.path.name}")
         files = self._list()
         self.known = {bytes.fromhex(path.stem) for _, _, path in files if path.parent == self.path}
-        """Hashes of the files that are there, as far as this process knows."""
-        self._n_bytes = sum(size for _, size, _ in files)
+        """Hashes of the files that are there, as far as this process knows: others may have written or removed some since."""
+        self._n_bytes = sum(size for _, size, _ in files)  # of the folder when it was counted, and of what was written since
+        self._n_written = 0
+        self._remove_stale()
         self._waiting: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="ngramspec-prefix-writer", daemon=True)
         self._writer.start()
@@ -72,6 +78,7 @@ class PrefixFolder:
         except OSError:
             self.known.discard(digest)
             return None
+        self.known.add(digest)
         body = raw[_DIGEST:]
         if len(body) != self.block_bytes or _compute_checksum(digest, body) != raw[:_DIGEST]:
             log.warning("%s is damaged and is removed", path)
@@ -99,7 +106,9 @@ class PrefixFolder:
         while (job := self._waiting.get()) is not None:
             digest, body = job
             path = self._get_path(digest)
-            partial = path.with_suffix(f".{os.getpid()}")
+            if path.exists():  # another process has computed it, too
+                continue
+            partial = path.with_suffix(f".{secrets.token_hex(8)}{_PARTIAL}")
             try:
                 partial.touch(0o600)
                 partial.write_bytes(_compute_checksum(digest, body) + body)
@@ -110,13 +119,17 @@ class PrefixFolder:
                 log.warning("%s cannot be written: %s", path, error)
                 continue
             self._n_bytes += _DIGEST + len(body)
-            if self._n_bytes > self.max_bytes:
+            self._n_written += _DIGEST + len(body)
+            if self._n_bytes > self.max_bytes or self._n_written > RECOUNT * self.max_bytes:
                 self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Remove the files read or written least recently, of all models, until a tenth of the bound is free."""
+        """Beyond the bound, remove the files read or written least recently, of all models, until a tenth of it is free."""
         files = sorted(self._list())
-        self._n_bytes = sum(size for _, size, _ in files)
+        self._n_bytes, self._n_written = sum(size for _, size, _ in files), 0
+        self._remove_stale()
+        if self._n_bytes <= self.max_bytes:
+            return
         for _, size, path in files:
             if self._n_bytes <= 0.9 * self.max_bytes:
                 break
@@ -124,6 +137,13 @@ class PrefixFolder:
             self._n_bytes -= size
             if path.parent == self.path:
                 self.known.discard(bytes.fromhex(path.stem))
+
+    def _remove_stale(self) -> None:
+        """Remove what a process that was killed had begun to write."""
+        for path in self._root.glob(f"*/{_NAME}.*{_PARTIAL}"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    path.unlink()
 
     def _list(self) -> list[tuple[float, int, Path]]:
         """Return time, size and path of every file of the folder."""
@@ -149,7 +169,7 @@ class PrefixStore:
             if digest in self.pool.block_of:
                 self.pool.touch(digest)
                 continue
-            if digest not in self.folder.known or self.pool.n_available <= n or (body := self.folder.read(digest)) is None:
+            if self.pool.n_available <= n or (body := self.folder.read(digest)) is None:
                 break
             self.pool.write_block(self.pool.adopt(digest), body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import tiny
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError
-from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS
+from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STALE_S
 from ngramspec.outputs import BLOCK, Completion
 from ngramspec.sampling_params import SamplingParams
 
@@ -116,6 +117,40 @@ def test_the_folder_stays_within_its_bound(tmp_path: Path) -> None:
     other = rng.integers(0, 250, len(LONG)).tolist()
     complete(tmp_path, other, prefix_cache_size=70 * size)
     assert 50 < len(list_files(tmp_path)) <= 70
+
+
+def test_two_engines_that_run_share_a_folder(tmp_path: Path) -> None:
+    """What either computes the other has from the folder, whoever was started first."""
+    other = rng.integers(0, 250, len(LONG)).tolist()
+    with build(tmp_path) as early:
+        done = complete(tmp_path, LONG)
+        assert early.complete(LONG, PARAMS).cached_tokens == full(LONG)
+        assert early.complete(LONG, PARAMS).token_ids == done.token_ids
+        early.complete(other, PARAMS)
+    assert complete(tmp_path, other).cached_tokens == full(other)
+
+
+def test_two_engines_together_stay_within_the_bound(tmp_path: Path) -> None:
+    complete(tmp_path, LONG)
+    size = list_files(tmp_path)[0].stat().st_size
+    for path in list_files(tmp_path):
+        path.unlink()
+    with build(tmp_path, prefix_cache_size=100 * size) as first, build(tmp_path, prefix_cache_size=100 * size) as second:
+        for engine in (first, second):
+            engine.complete(rng.integers(0, 250, len(LONG)).tolist(), PARAMS)
+    assert 50 < len(list_files(tmp_path)) <= 110
+
+
+def test_what_a_killed_process_had_begun_is_removed(tmp_path: Path) -> None:
+    complete(tmp_path, SHORT)
+    (model,) = tmp_path.iterdir()
+    old, young = (model / f"{name * 16}.0123456789abcdef.part" for name in ("ab", "cd"))
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (0, time.time() - STALE_S - 1))
+    complete(tmp_path, SHORT)
+    assert not old.exists()
+    assert young.exists(), "somebody may be writing it"
 
 
 def test_a_small_pool_takes_what_it_has_room_for(tmp_path: Path) -> None:
