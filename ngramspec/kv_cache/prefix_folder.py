@@ -124,7 +124,7 @@ class PrefixFolder:
                 self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Beyond the bound, remove the files read or written least recently, of all models, until a tenth of it is free."""
+        """Remove the files read or written least recently, of all models, if there is more than the bound, until a tenth of it is free."""
         files = sorted(self._list())
         self._n_bytes, self._n_written = sum(size for _, size, _ in files), 0
         self._remove_stale()
