@@ -1,7 +1,8 @@
-"""Write a GGUF file in the shape of Qwen3.5 or LFM2 with random weights, to measure passes of hybrids without a model.
+"""Write a GGUF file in the shape of Qwen3.5, LFM2 or LFM2-MoE with random weights, to measure passes of hybrids without a model.
 
     python -m tools.random_hybrid OUT.gguf            # Qwen3.5-0.8B: 24 layers, 18 of them recurrent, 248,320 words
     python -m tools.random_hybrid OUT.gguf --family lfm2             # LFM2-1.2B: 16 layers, 10 of them short convolutions, 65,536 words
+    python -m tools.random_hybrid OUT.gguf --family lfm2moe          # LFM2-8B-A1B: 24 layers, 32 experts, of which a token has 4
     python -m tools.random_hybrid OUT.gguf --hidden 4096 --layers 32 --heads 16 --kv-heads 4 --value-heads 32 --inner 12288     # 9B
 
 Matrices are Q4_K, those that llama.cpp's Q4_K_M mixture keeps better Q6_K. The tokenizer is SmolLM2's, with unused words behind it.
@@ -24,8 +25,11 @@ SHAPES = {
         "hidden": 1024, "layers": 24, "heads": 8, "kv_heads": 2, "key_heads": 16, "value_heads": 16, "inner": 3584, "words": 248_320,
     },
     "lfm2": {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "inner": 8192, "words": 65_536},
+    "lfm2moe": {"hidden": 2048, "layers": 24, "heads": 32, "kv_heads": 8, "inner": 7168, "words": 65_536},
 }  # fmt: skip
-ATTENTION = (2, 5, 8, 10, 12, 14)  # layers of LFM2-1.2B that are not convolutions
+# Layers of LFM2-1.2B and LFM2-8B-A1B that are not convolutions.
+ATTENTION = {"lfm2": (2, 5, 8, 10, 12, 14), "lfm2moe": (2, 6, 10, 14, 18, 21)}
+N_DENSE, N_EXPERTS, CHOSEN, WIDTH = 2, 32, 4, 1792  # of LFM2-8B-A1B: layers without experts, experts, those of a token, an expert's outputs
 
 
 def main() -> None:
@@ -50,6 +54,10 @@ class _Matrices:
     def add(self, name: str, n_out: int, n_in: int, six: bool = False) -> None:
         self.writer.add_tensor(f"{name}.weight", *(_make_q6_k if six else _make_q4_k)(self.rng, n_out, n_in))
 
+    def add_experts(self, name: str, n_out: int, n_in: int, six: bool = False) -> None:
+        codes, shape, kind = (_make_q6_k if six else _make_q4_k)(self.rng, N_EXPERTS * n_out, n_in)
+        self.writer.add_tensor(f"{name}.weight", codes.reshape(N_EXPERTS, n_out, -1), shape, kind)
+
     def add_plain(self, name: str, values: np.ndarray) -> None:
         self.writer.add_tensor(name, values.astype(np.float32))
 
@@ -70,10 +78,17 @@ def write(args: argparse.Namespace) -> None:
         at = f"blk.{i}."
         better = i < args.layers // 8 or i >= 7 * args.layers // 8 or (i - args.layers // 8) % 3 == 2  # llama.cpp's rule
         add_layer(i, better)
-        to.add(f"{at}ffn_gate", args.inner, args.hidden)
-        to.add(f"{at}ffn_up", args.inner, args.hidden)
-        to.add(f"{at}ffn_down", args.hidden, args.inner, better)
-    to.add_plain("token_embd_norm.weight" if args.family == "lfm2" else "output_norm.weight", np.ones(args.hidden))
+        if args.family == "lfm2moe" and i >= N_DENSE:
+            to.add_plain(f"{at}ffn_gate_inp.weight", args.hidden**-0.5 * to.rng.standard_normal((N_EXPERTS, args.hidden)))
+            to.add_plain(f"{at}exp_probs_b.bias", 0.1 * to.rng.standard_normal(N_EXPERTS))
+            to.add_experts(f"{at}ffn_gate_exps", WIDTH, args.hidden)
+            to.add_experts(f"{at}ffn_up_exps", WIDTH, args.hidden)
+            to.add_experts(f"{at}ffn_down_exps", args.hidden, WIDTH, better)
+        else:
+            to.add(f"{at}ffn_gate", args.inner, args.hidden)
+            to.add(f"{at}ffn_up", args.inner, args.hidden)
+            to.add(f"{at}ffn_down", args.hidden, args.inner, better)
+    to.add_plain("token_embd_norm.weight" if args.family != "qwen35" else "output_norm.weight", np.ones(args.hidden))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -125,15 +140,22 @@ def _start_qwen35(to: _Matrices, args: argparse.Namespace) -> Callable[[int, boo
 def _start_lfm2(to: _Matrices, args: argparse.Namespace) -> Callable[[int, bool], None]:
     """Write what the file says of its layers; return what adds one."""
     hidden, head_dim = args.hidden, args.hidden // args.heads
-    to.writer.add_head_count_kv([args.kv_heads if i in ATTENTION else 0 for i in range(args.layers)])
+    attention = ATTENTION[args.family]
+    to.writer.add_head_count_kv([args.kv_heads if i in attention else 0 for i in range(args.layers)])
     to.writer.add_rope_freq_base(1e6)
     to.writer.add_shortconv_l_cache(3)
+    if args.family == "lfm2moe":
+        to.writer.add_expert_count(N_EXPERTS)
+        to.writer.add_expert_used_count(CHOSEN)
+        to.writer.add_expert_feed_forward_length(WIDTH)
+        to.writer.add_leading_dense_block_count(N_DENSE)
+        to.writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
     def add_layer(i: int, better: bool) -> None:
         at = f"blk.{i}."
         for norm in ("attn_norm", "ffn_norm"):
             to.add_plain(f"{at}{norm}.weight", np.ones(hidden))
-        if i in ATTENTION:
+        if i in attention:
             for norm in ("attn_q_norm", "attn_k_norm"):
                 to.add_plain(f"{at}{norm}.weight", np.ones(head_dim))
             to.add(f"{at}attn_q", hidden, hidden)
