@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
-SNAPSHOTS = 64  # Most snapshots of recurrent states that the prefix cache keeps.
+SNAPSHOTS = 1024  # Most snapshots of recurrent states that the prefix cache keeps.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue takes 100 µs to start a second thread, omp 2
 
 

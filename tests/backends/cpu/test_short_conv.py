@@ -69,3 +69,10 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"short convolutions|is wanted"):
             replace(found, options=wrong).check(source)
+
+
+def test_small_states_of_many_prompts_are_kept() -> None:
+    prompts, params = [[i, *range(50, 90)] for i in range(70)], SamplingParams(max_tokens=1, ignore_eos=True)
+    with Engine(tiny.tiny_model("lfm2"), max_model_len=64, max_seqs=64, kv_memory=64 << 20) as engine:
+        assert sum(each.cached_tokens for each in engine.complete(prompts, params)) == 0
+        assert [each.cached_tokens for each in engine.complete(prompts, params)] == [32] * 70
