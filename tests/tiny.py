@@ -124,6 +124,9 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
                 parameter.copy_(noise * std)
             else:
                 parameter.add_(noise * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.generation_config.eos_token_id = EOS
     return model.eval().requires_grad_(False)
 

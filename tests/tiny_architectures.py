@@ -231,6 +231,10 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "lfm2, fused": (
         "lfm2", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _HEAD_NORMS | _SHORT_CONV | _GATED, _LFM2_KEYS, True,
     ),
+    "lfm2moe": (
+        "lfm2moe", _PRE | _SPLIT | _OUT | _HEAD_NORMS | _SHORT_CONV | _GATED | _EXPERTS | {"exp_probs_b.bias": (_N_EXPERTS,)},
+        _LFM2_KEYS | _CHOICE | {"expert_feed_forward_length": _WIDTH, "leading_dense_block_count": 2, "expert_gating_func": 2}, False,
+    ),
     "qwen3moe": (
         "qwen3moe", _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH}, True,
     ),
@@ -256,7 +260,7 @@ def write(path: Path, case: str) -> Path:
         }[type(value)]  # fmt: skip
         add(f"{architecture}.{key}", value)
     _write_tokenizer(writer)
-    last_norm = "token_embd_norm" if architecture == "lfm2" else "output_norm"
+    last_norm = "token_embd_norm" if architecture.startswith("lfm2") else "output_norm"
     whole: Shapes = {"token_embd.weight": (VOCAB, HIDDEN), f"{last_norm}.weight": (HIDDEN,)}
     if architecture == "starcoder2":
         whole["output_norm.bias"] = (HIDDEN,)
@@ -295,8 +299,10 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others}
-    if architecture == "lfm2":
+    if architecture.startswith("lfm2"):
         others = _SHORT_CONV if i % 4 == 3 else _SPLIT | _OUT | _HEAD_NORMS | {"attn_qkv.weight": ()}
+        if architecture == "lfm2moe":
+            others = others | (_EXPERTS | {"exp_probs_b.bias": ()} if i < keys["leading_dense_block_count"] else _GATED)
         layer = {name: shape for name, shape in layer.items() if name not in others}
     return layer
 

@@ -80,7 +80,7 @@ _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = _NORMS | _ATTENTION | _MLP
 # Stems of tensors that are parameters of a module that has others.
-_PARAMETERS = ("attn_sinks", "layer_output_scale", "ssm_a", "ssm_dt")
+_PARAMETERS = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_dt")
 _GEMMA4 = {
     "layer_output_scale": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale",
@@ -164,6 +164,7 @@ _LFM2 = (
     | _ATTENTION
     | {"attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}
     | {f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
+    | {f"ffn_{name}": f"feed_forward.w{i}" for i, name in enumerate(("gate", "down", "up"), 1)}
 )
 _LFM2_WHOLE = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 ARCHITECTURES: dict[str, Architecture] = {
@@ -230,9 +231,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "lfm2": Architecture(
         model_type="lfm2",
-        layer=_LFM2 | {"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
+        layer=_LFM2,
         whole=_LFM2_WHOLE,
         configure=configs.read_lfm2,
+    ),
+    "lfm2moe": Architecture(
+        model_type="lfm2_moe",
+        layer=_LFM2
+        | {stem: path.replace("mlp.", "feed_forward.") for stem, path in _EXPERTS.items()}
+        | {"exp_probs_b": "feed_forward.expert"},
+        whole=_LFM2_WHOLE,
+        configure=configs.read_lfm2moe,
     ),
     "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=configs.read_llama_or_mixtral),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),

@@ -13,7 +13,7 @@ from ngramspec.models.gguf_metadata import CONV, FREQ_BASE, FULL, SLIDING, GgufM
 Config = dict[str, Any]
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE's frequencies
 MOST_TAPS = 16  # Most tokens that a short convolution may see; published models have 3.
-SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
 
 
 def read_common(metadata: GgufMetadata, config: Config) -> Config:
@@ -235,6 +235,14 @@ def read_lfm2(metadata: GgufMetadata, config: Config) -> Config:
         "num_key_value_heads": kinds.pop(), "layer_types": [FULL if n else CONV for n in kv], "conv_L_cache": taps, "conv_bias": False,
         "intermediate_size": metadata.get_same("feed_forward_length"), "block_auto_adjust_ff_dim": False,
         "norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon"), "rope_parameters": metadata.get_rope(),
+    }  # fmt: skip
+
+
+def read_lfm2moe(metadata: GgufMetadata, config: Config) -> Config:
+    n_dense = metadata.get_int("leading_dense_block_count", 0)
+    return read_lfm2(metadata, config) | read_experts(metadata, normalise=True, scoring=SIGMOID) | {
+        "moe_intermediate_size": metadata.get_same("expert_feed_forward_length"), "num_dense_layers": n_dense,
+        "use_expert_bias": metadata.has_tensor(f"blk.{n_dense}.exp_probs_b.bias"), "routed_scaling_factor": 1.0,
     }  # fmt: skip
 
 

@@ -66,7 +66,8 @@ def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorS
         raise UnsupportedModelError(f"{gguf.path}: it lacks {len(lacking)} tensors of {type(model).__name__}, such as {lacking[0]}")
     for name, buffer in model.named_buffers():
         if name in names:
-            buffer.copy_(torch.from_numpy(apply_rule(gguf, files, names[name], tuple(buffer.shape)).float32()))
+            stored[name] = apply_rule(gguf, files, names[name], tuple(buffer.shape))
+            buffer.copy_(torch.from_numpy(stored[name].float32()))
             used.add(names[name].tensor)
     if ROPE_FACTORS in gguf.tensors:
         _scale_angles(model, locate_tensor(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())

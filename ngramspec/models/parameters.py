@@ -31,10 +31,12 @@ class MemoryTensor(StoredTensor):
 
 
 class ParamsSource(TensorSource):
-    """Source of the parameters that a model has in memory, as they are when they are read."""
+    """Source of the parameters, and of the vectors saved with them, that a model has in memory, as they are when they are read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        saved = model.state_dict().keys()
+        parameters |= {name: b for name, b in model.named_buffers() if name in saved and b.dtype in DTYPES and b.dim()}
         super().__init__({}, sum(p.numel() * p.element_size() for p in model.parameters()))
         self._parameters = parameters
 

@@ -81,6 +81,7 @@ def find_needed_layers(model: PreTrainedModel, layer: int) -> list[int]:
 
 
 def _describe_layer(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    weights = layer.state_dict().keys()
     for path, module in layer.named_modules():
         yield f"{path} class", type(module).__qualname__
         yield f"{path} parameters", str([(name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None])
@@ -88,7 +89,7 @@ def _describe_layer(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
             if not name.startswith("_") and _is_plain(value):
                 yield f"{path}.{name}", value
         for name, buffer in module.named_buffers(recurse=False):
-            if not buffer.is_meta and buffer.numel() > 1:  # one number is a weight
+            if not buffer.is_meta and f"{path}.{name}" not in weights:
                 yield f"{path}.{name}", (tuple(buffer.shape), buffer.double().sum().item(), buffer.double().square().sum().item())
 
 

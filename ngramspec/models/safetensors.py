@@ -107,18 +107,18 @@ def find_parameters(
     renamed = _rename_tensors(tensors, model)
     if renamed is None:
         return None
-    prefix = f"{model.base_model_prefix}."
+    prefix, stored = f"{model.base_model_prefix}.", dict[str, StoredTensor]()
     for name in model.state_dict().keys() - by_name.keys():  # buffers that are saved
         entry = next((renamed[n][0][0] for n in (name, name.removeprefix(prefix)) if n in renamed), None)
         buffer = model.get_buffer(name)
         if entry is None or entry.dtype not in KINDS or tuple(entry.shape) != tuple(buffer.shape):
             return None
-        buffer.copy_(torch.from_numpy(_locate(entry, WeightFile(entry.path)).float32()))
+        stored[name] = _locate(entry, WeightFile(entry.path))
+        buffer.copy_(torch.from_numpy(stored[name].float32()))
     known_as: dict[Any, list[str]] = {}
     for name, parameter in by_name.items():
         known_as.setdefault(parameter, []).append(name)
     open_once = cache(WeightFile)
-    stored: dict[str, StoredTensor] = {}
     for parameter, names in known_as.items():
         candidates = [n for name in names for n in (name, name.removeprefix(prefix))]
         one = next((known[n] for n in candidates if n in known), None)

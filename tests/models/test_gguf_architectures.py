@@ -55,7 +55,7 @@ def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path)
     assert np.abs(mine[RECORD["rows"], : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
 
 
-@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2"])
+@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe"])
 def test_drafts_batches_and_later_starts_change_no_token(case: str, tmp_path: Path) -> None:
     path = str(tiny_architectures.write(tmp_path / "model.gguf", case))
     prompts = [[5, 17, 88, 3, 42, 5, 17, 88], [9, 8], [7] * 40]
@@ -119,6 +119,7 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("lfm2", {"attention__head_count_kv": 0}, r"lfm2.attention.head_count_kv is \[0, 0, "),
         ("lfm2", {"shortconv__l_cache": 1 << 30}, r"lfm2.shortconv.l_cache is 1073741824.*2 to 16"),
         ("lfm2", {"attention__sliding_window": 8}, r"lfm2.attention.sliding_window is 8"),
+        ("lfm2moe", {"expert_gating_func": 1}, r"lfm2moe.expert_gating_func is 1"),
         ("lfm2", {"attention__causal": False}, r"lfm2.attention.causal is False"),
         ("llama", {"embedding_length": [64] * 5000}, "array of 5000 values|is an array"),
     ],
@@ -134,6 +135,7 @@ def test_what_a_model_cannot_be_is_refused_by_key(tmp_path: Path, case: str, cha
         ("gemma4, shared", {"embedding_length_per_layer_input": 1 << 30}, "hidden_size_per_layer_input is 1073741824"),
         ("gemma4", {"attention__key_length": 1 << 30, "attention__value_length": 1 << 30, "rope__dimension_count": 1 << 30}, "head_dim is"),
         ("gpt-oss", {"expert_count": 1 << 30}, "num_local_experts is 1073741824"),
+        ("lfm2moe", {"expert_feed_forward_length": 1 << 30}, "moe_intermediate_size is 1073741824"),
         ("gpt-oss", {"attention__sliding_window": 0}, r"sliding_window is 0 by its metadata; accepted: 1 and more"),
     ],
 )

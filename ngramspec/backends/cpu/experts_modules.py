@@ -7,6 +7,7 @@ activation. Modules that compute something else are left alone. Nothing here kno
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from functools import partial
@@ -60,18 +61,21 @@ def _run_all(state, m, options, tables, functions, rows, pairs, out, n_threads):
 
 
 class PackedRouter(nn.Module):
-    """A router: rows [T, H] to logits [T, E], weights [T, top_k] and experts [T, top_k], best first."""
+    """A router: rows [T, H] and what is added to scores for the choice alone [E] (None: nothing) to logits [T, E], weights [T, top_k] and
+    experts [T, top_k], best first.
+    """
 
     def __init__(self, product: CpuProduct, options: np.ndarray, scale: float) -> None:
         """`options`, `scale`: see `Experts`."""
         super().__init__()
         self.product, self.options, self.scale = product, options, scale
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, correction: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = self.product.multiply(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())
         k = int(self.options[moe.TOP_K])
         ids, weights = np.zeros((len(logits), k), np.int32), np.zeros((len(logits), k), np.float32)
-        _choose_all(logits, _NO_CORRECTION, self.options, np.float32(self.scale), ids, weights)
+        added = _NO_CORRECTION if correction is None else correction.numpy()
+        _choose_all(logits, added, self.options, np.float32(self.scale), ids, weights)
         n_experts = int(self.options[moe.N_EXPERTS])
         return torch.from_numpy(logits[:, :n_experts]), torch.from_numpy(weights), torch.from_numpy(ids.astype(np.int64))
 
@@ -124,7 +128,7 @@ def find_router_options(router: nn.Module) -> tuple[np.ndarray, float] | None:
     top_k = getattr(router, "top_k", None)
     if weight is None or weight.dim() != 2 or not isinstance(top_k, int) or not 0 < top_k <= weight.shape[0]:
         return None
-    x, expected = _try_router(router)
+    x, correction, expected = _try_router(router)
     if expected is None:
         return None
     logits, weights, ids = expected
@@ -132,7 +136,7 @@ def find_router_options(router: nn.Module) -> tuple[np.ndarray, float] | None:
         for normalise in (1, 0):
             options = np.array([weight.shape[0], top_k, scoring, normalise, moe.NO_SHARED], np.int64)
             ours, chosen = np.zeros((len(x), top_k), np.float32), np.zeros((len(x), top_k), np.int32)
-            _choose_all(logits.numpy(), _NO_CORRECTION, options, np.float32(1), chosen, ours)
+            _choose_all(logits.numpy(), correction, options, np.float32(1), chosen, ours)
             scale = float(weights.sum() / ours.sum())
             if np.array_equal(chosen, ids.numpy()) and np.abs(ours * scale - weights.numpy()).max() < _SAME:
                 return options, 1.0 if abs(scale - 1) < _SAME else scale
@@ -140,8 +144,10 @@ def find_router_options(router: nn.Module) -> tuple[np.ndarray, float] | None:
 
 
 @torch.no_grad()
-def _try_router(router: nn.Module) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:
-    """Return random rows and what the module computes of them with random weights: logits, weights, choice; None if it returns others."""
+def _try_router(router: nn.Module) -> tuple[torch.Tensor, np.ndarray, Sequence[torch.Tensor] | None]:
+    """Return random rows, what is added to scores for the choice ([0] for a module that does not take it), and what the module computes
+    with random weights: logits, weights, choice; None if it returns others.
+    """
     generator = torch.Generator().manual_seed(0)
     stand_in = copy.copy(router)
     stand_in._parameters = {
@@ -150,17 +156,19 @@ def _try_router(router: nn.Module) -> tuple[torch.Tensor, Sequence[torch.Tensor]
         if p is not None
     }
     x = torch.randn(7, router._parameters["weight"].shape[1], generator=generator)  # type: ignore[union-attr]
-    try:
-        found = stand_in(x)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return x, None
+    correction = 0.3 * torch.randn(len(stand_in._parameters["weight"]), generator=generator)  # type: ignore[arg-type]
+    found: Any = None
+    for added in (torch.empty(0), correction):
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
+            found = stand_in(x, added) if len(added) else stand_in(x)
+            break
     if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, torch.Tensor) for each in found):
-        return x, None
+        return x, _NO_CORRECTION, None
     logits, weights, ids = found
     k = router.top_k
     if logits.shape != (7, len(stand_in._parameters["weight"])) or weights.shape != (7, k) or ids.shape != (7, k):  # type: ignore[arg-type]
-        return x, None
-    return x, (logits.contiguous(), weights, ids)
+        return x, _NO_CORRECTION, None
+    return x, added.numpy(), (logits.contiguous(), weights, ids)
 
 
 @torch.no_grad()

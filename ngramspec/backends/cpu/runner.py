@@ -218,7 +218,10 @@ class CpuRunner(LlamaRunner):
         name, bias = experts.router
         part = name.split(f".{layer}.", 1)[1].split(".")[0]  # of the layer: what holds router and experts
         logits = wanted.inputs[f"{layer}.{part}"] @ torch.from_numpy(source[name].float32()).T
-        return find_sure_rows(logits + torch.from_numpy(source[bias].float32()) if bias else logits, experts.top_k)
+        logits = logits + torch.from_numpy(source[bias].float32()) if bias else logits
+        if experts.correction is not None:
+            logits = logits.sigmoid() + torch.from_numpy(source[experts.correction].float32())
+        return find_sure_rows(logits, experts.top_k)
 
     def _modules_error(self, text: CheckText, wanted: Trace) -> float:
         """Return the difference of the modules' layers and their parts, each given the input that transformers' was given."""

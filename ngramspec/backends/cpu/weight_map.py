@@ -54,6 +54,8 @@ class ExpertsMap:
     shared: int = NO_SHARED
     shared_gate: str | None = None
     """Name of the weight [1, H] of the shared expert's gate."""
+    correction: str | None = None
+    """Name of `Experts.correction`."""
     activation: str | tuple[float, float] = SILU
     """See `Kernels.get_gated_activation`."""
 
@@ -302,8 +304,8 @@ class WeightMap:
             gate, up, down = (experts or of_experts)(found)
             last = pack_stored(append_rows(router, source[found.shared_gate]) if found.shared_gate else router, bias)
             return Experts(
-                (gate, up, down, last), router.shape[0], found.top_k, found.scoring, found.normalise, found.scale, None, found.shared,
-                found.activation,
+                (gate, up, down, last), router.shape[0], found.top_k, found.scoring, found.normalise, found.scale,
+                source[found.correction].float32() if found.correction else None, found.shared, found.activation,
             )  # fmt: skip
 
         matrix = matrix or of
@@ -368,4 +370,5 @@ def _list_expert_shapes(found: ExpertsMap, source: TensorSource, hidden: int) ->
     if not 0 < found.top_k <= n_experts or (found.shared_gate is None) == (found.shared == SHARED_BY_GATE):
         raise ValueError(f"{found.top_k} of {n_experts} experts, or a shared one without its gate")
     shapes = found.weights.list_shapes(source, hidden)
-    return [*shapes, (found.router[0], (n_experts, hidden)), (found.router[1], (n_experts,)), (found.shared_gate, (1, hidden))]
+    of_router = [(found.router[0], (n_experts, hidden)), (found.router[1], (n_experts,)), (found.correction, (n_experts,))]
+    return [*shapes, *of_router, (found.shared_gate, (1, hidden))]

@@ -60,7 +60,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
         return MatrixName(f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None)
 
     n_kv, head_dim = shapes[0]
-    rotaries = _read_rotaries(getattr(base, "rotary_emb", None), head_dim)
+    rotaries = _read_rotaries(_get_rotary(base), head_dim)
     options = _read_options(model, rotaries, head_dim)
     types = list(rotaries or ())
     of_layers = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
@@ -81,6 +81,10 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
 
 def _get_last_norm(base: Any) -> Any:
     return getattr(base, "norm", None) or getattr(base, "embedding_norm", None)
+
+
+def _get_rotary(base: Any) -> Any:
+    return getattr(base, "rotary_emb", None) or getattr(base, "pos_emb", None)
 
 
 class _Norm(NamedTuple):
@@ -138,7 +142,7 @@ def _is_interleaved(model: PreTrainedModel, rotaries: dict[str, Rotary], head_di
     y, z = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
     side_by_side = torch.cat([torch.stack([y * cos - z * sin, z * cos + y * sin], dim=-1).flatten(-2), x[..., 2 * n :]], dim=-1)
     try:
-        theirs = rotate(x, x, *base.rotary_emb(x, torch.arange(24)[None], *([kind] if kind else [])))[0]
+        theirs = rotate(x, x, *_get_rotary(base)(x, torch.arange(24)[None], *([kind] if kind else [])))[0]
         return bool((theirs - side_by_side).abs().max() <= ROUNDING * x.abs().max())
     except (RuntimeError, TypeError, ValueError):
         return False
@@ -359,6 +363,7 @@ def _map_experts(block: nn.Module, path: str, names: _Names) -> ExpertsMap | Non
         scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
         shared=moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
         shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, activation=experts.experts.activation,
+        correction=f"{path}.expert_bias" if "expert_bias" in block._buffers else None,
     )  # fmt: skip
 
 

@@ -61,6 +61,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "gpt_oss": ("gpt_oss", {}, [0, 1]),
     "lfm2": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2}, [0, 2]),
     "lfm2, four taps": ("lfm2", {"layer_types": ["full_attention", "conv"] * 4, "conv_L_cache": 4, "tie_word_embeddings": False}, [0, 1]),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention"] * 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+        [0, 1, 2, 3],
+    ),
 }
 """Name in transformers, options, and the first layer of each kind."""
 COMPILED = (
@@ -93,7 +98,7 @@ COMPILED = (
     "mixtral",
     "gpt_oss",
 )
-RECURRENT = ("lfm2", "lfm2, four taps")  # whose modules would have to keep states
+RECURRENT = ("lfm2", "lfm2, four taps", "lfm2_moe")  # whose modules would have to keep states
 
 
 def model_of(name: str, **overrides: Any) -> Any:
