@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from ngramspec.backends.cpu.codegen.kernels import Kernels, Target, list_targets
+from ngramspec.backends.cpu.codegen.kernels import Kernels
+from ngramspec.backends.cpu.codegen.targets import Target, list_targets
 from ngramspec.datastore.cache_dir import cache_dir
 
 TARGETS = list_targets()

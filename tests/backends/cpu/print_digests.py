@@ -17,7 +17,8 @@ import numpy as np
 from weights import EVERY, codes_and_act_scales, multiply, random_weight, run
 
 from ngramspec import Engine, SamplingParams
-from ngramspec.backends.cpu.codegen.kernels import FEW_ROWS, Kernels, list_targets
+from ngramspec.backends.cpu.codegen.kernels import FEW_ROWS, Kernels
+from ngramspec.backends.cpu.codegen.targets import list_targets
 from ngramspec.backends.cpu.formats import QUANTISED
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.models import start_cache

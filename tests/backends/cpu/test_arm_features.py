@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ngramspec.backends.cpu.codegen import arm_features, kernels
+from ngramspec.backends.cpu.codegen import arm_features, targets
 from ngramspec.backends.cpu.codegen.arm_features import parse_cpuinfo, translate_sysctl
 from ngramspec.backends.cpu.sysctl import parse_sysctl
 
@@ -69,15 +69,15 @@ def test_macos() -> None:
 )
 def test_targets_of_an_arm_processor(monkeypatch: pytest.MonkeyPatch, features: dict[str, bool], dots: list[str]) -> None:
     """Such a processor as LLVM reports no features of."""
-    monkeypatch.setattr(kernels, "detect_arm_features", lambda: features)
-    monkeypatch.setattr(kernels.binding, "get_host_cpu_features", dict)
-    monkeypatch.setattr(kernels.numba_config, "CPU_FEATURES", None)
-    targets = kernels.list_targets()
-    assert [target.dot for target in targets] == dots
-    for target in targets[:-1]:
+    monkeypatch.setattr(targets, "detect_arm_features", lambda: features)
+    monkeypatch.setattr(targets.binding, "get_host_cpu_features", dict)
+    monkeypatch.setattr(targets.numba_config, "CPU_FEATURES", None)
+    found = targets.list_targets()
+    assert [target.dot for target in found] == dots
+    for target in found[:-1]:
         assert target.features.split(",") == [f"{'+' if on else '-'}{name}" for name, on in features.items()]
-    monkeypatch.setattr(kernels.numba_config, "CPU_FEATURES", "+neon")
-    assert [target.dot for target in kernels.list_targets()] == ["plain"], "the variable overrides what the system tells"
+    monkeypatch.setattr(targets.numba_config, "CPU_FEATURES", "+neon")
+    assert [target.dot for target in targets.list_targets()] == ["plain"], "the variable overrides what the system tells"
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64", "x86_64"])

@@ -28,17 +28,11 @@ from weights import (
     run,
 )
 
-from ngramspec.backends.cpu.codegen import kernels as module
-from ngramspec.backends.cpu.codegen.kernels import (
-    FEW_ROWS,
-    FLOAT_ROWS,
-    INT8_ROWS,
-    CompiledModules,
-    Kernels,
-    Target,
-    get_host_target,
-    list_targets,
-)
+from ngramspec.backends.cpu.codegen import targets
+from ngramspec.backends.cpu.codegen.activations import emit_quantise
+from ngramspec.backends.cpu.codegen.kernels import FEW_ROWS, FLOAT_ROWS, INT8_ROWS, CompiledModules, Kernels, build_module
+from ngramspec.backends.cpu.codegen.products import emit_float32, emit_int8
+from ngramspec.backends.cpu.codegen.targets import Target, get_host_target, list_targets
 from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, quantise_row
 from ngramspec.backends.cpu.packing import PackedWeight
@@ -285,7 +279,7 @@ def test_squared_relu(generic: Kernels, other: Kernels) -> None:
 
 def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(features: str) -> list[str]:
-        monkeypatch.setattr(module.numba_config, "CPU_FEATURES", features)
+        monkeypatch.setattr(targets.numba_config, "CPU_FEATURES", features)
         return [target.dot for target in list_targets()]
 
     assert list_targets()[0] == get_host_target()
@@ -311,7 +305,7 @@ def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool,
     except RuntimeError:
         pytest.skip("this llvmlite does not write code for AArch64")
     target = Target("NEON", dot, "generic", features, True, 6)
-    source = module.build_module(target, fmt, counts, module.emit_int8 if int8 else module.emit_float32)
+    source = build_module(target, fmt, counts, emit_int8 if int8 else emit_float32)
     parsed = binding.parse_assembly(re.sub('target triple = ".*"', f'target triple = "{triple}"', source))
     parsed.verify()
     passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
@@ -342,7 +336,7 @@ def test_kept_code_is_used_again_if_it_is_whole(tmp_path: Path) -> None:
 
     def source() -> str:
         written.append(1)
-        return module.build_module(list_targets()[-1], None, (1,), partial(module.emit_quantise, blocks=True, supers=False))
+        return build_module(list_targets()[-1], None, (1,), partial(emit_quantise, blocks=True, supers=False))
 
     def compiled() -> np.ndarray:
         code = CompiledModules(list_targets()[-1], tmp_path)  # its functions live as long as it does

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from weights import float32_product, int8_product, packed, random_weight, reference_values, rows_of_kind
 
 from ngramspec.backends.cpu import matmul
-from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, Kernels, Target, get_host_target
+from ngramspec.backends.cpu.codegen.kernels import FLOAT_ROWS, INT8_ROWS, Kernels
+from ngramspec.backends.cpu.codegen.targets import Target, get_host_target
 from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, WIDTH, PlainFormat
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.matmul import (

@@ -11,8 +11,9 @@ import gguf
 import numpy as np
 from numba import njit
 
+from ngramspec.backends.cpu.codegen.activations import LEAST
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
-from ngramspec.backends.cpu.codegen.kernels import LEAST, N_ARGUMENTS, Kernels
+from ngramspec.backends.cpu.codegen.kernels import N_ARGUMENTS, Kernels
 from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat
 from ngramspec.backends.cpu.matmul import quantise_row
 from ngramspec.backends.cpu.packing import Arena, PackedWeight, pack

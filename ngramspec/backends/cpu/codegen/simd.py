@@ -15,7 +15,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ngramspec.backends.cpu.codegen.kernels import FLOAT, FLOATS, HALF, LONG, WORD, ZEROS, Emitter, emit_exp, get_host_target, widen_halves
+from ngramspec.backends.cpu.codegen.activations import emit_exp
+from ngramspec.backends.cpu.codegen.emitter import FLOAT, FLOATS, HALF, LONG, WORD, ZEROS, Emitter, widen_halves
+from ngramspec.backends.cpu.codegen.targets import get_host_target
 from ngramspec.backends.cpu.formats import LINE, WIDTH
 from ngramspec.outputs import BLOCK
 

@@ -1,0 +1,58 @@
+"""Define the instruction sets that code is generated for, and find those of this processor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llvmlite import binding
+from numba.core import config as numba_config
+
+from ngramspec.backends.cpu.codegen.arm_features import detect_arm_features
+
+
+class Target(NamedTuple):
+    """Instruction set that code is generated for. All give the same bits."""
+
+    name: str
+    dot: str
+    """How codes are multiplied: "vnni512", "vnni256", "maddubs", "usdot", "neon" or "plain"."""
+    cpu: str
+    features: str
+    halves: bool
+    """Whether there are instructions that convert between float16 and float32."""
+    chains: int
+    """Accumulators of 16 outputs that fit into registers besides the weights."""
+
+
+def get_host_target() -> Target:
+    """Return the best instruction set that this processor has."""
+    return list_targets()[0]
+
+
+def list_targets() -> list[Target]:
+    """Return all instruction sets that this processor can run, best first; the last one is plain arithmetic."""
+    try:
+        has = dict(binding.get_host_cpu_features())
+    except RuntimeError:  # a processor that does not tell
+        has = {}
+    has |= detect_arm_features()  # LLVM does not report them
+    if numba_config.CPU_FEATURES:  # as whoever wants to see another processor's code sets it
+        has = {name[1:]: name[0] == "+" for name in numba_config.CPU_FEATURES.split(",") if name}
+    cpu = numba_config.CPU_NAME or binding.get_host_cpu_name()
+    flags = ",".join(f"{'+' if on else '-'}{name}" for name, on in sorted(has.items()))
+    found = []
+    if has.get("avx512vnni") and has.get("avx512bw") and has.get("f16c", True):
+        found.append(Target("AVX-512 VNNI", "vnni512", cpu, flags, True, 24))
+    elif has.get("avx512bw"):
+        found.append(Target("AVX-512", "maddubs", cpu, flags, True, 24))
+    if has.get("avxvnni"):
+        found.append(Target("AVX-VNNI", "vnni256", "x86-64-v3", "+avxvnni", True, 6))
+    if has.get("avx2") and has.get("fma") and has.get("f16c"):
+        found.append(Target("AVX2", "maddubs", "x86-64-v3", "", True, 6))
+    if has.get("dotprod") and has.get("i8mm"):
+        found.append(Target("NEON i8mm", "usdot", cpu, flags, True, 6))
+    if has.get("dotprod"):
+        found.append(Target("NEON", "neon", cpu, flags, True, 6))
+    plain_cpu = "x86-64" if binding.get_default_triple().startswith(("x86_64", "amd64")) else "generic"
+    found.append(Target("generic", "plain", plain_cpu, "", False, 6))
+    return found
