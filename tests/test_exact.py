@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 
-from ngramspec.backends.base import kv_shapes
+from ngramspec.backends.base import has_recurrent_layers, kv_shapes
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.datastore.cache_dir import cache_dir
@@ -128,7 +128,7 @@ def tight_pool(arch: str) -> int:
     model = tiny.tiny_model(arch)
     model.config._attn_implementation = "ngramspec"
     n_bytes = blocks = 9 * KVPool.block_bytes(kv_shapes(model, torch.device("cpu")))
-    runner = bind(arch) if arch in ("qwen3_5_text", "lfm2") else None
+    runner = bind(arch) if has_recurrent_layers(model) else None
     if runner is not None and runner.weight_map is not None and runner.weight_map.state_shape is not None:
         size = runner.weight_map.state_shape.state_bytes
         for _ in range(9):  # snapshots take an eighth of the whole

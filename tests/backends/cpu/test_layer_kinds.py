@@ -147,7 +147,7 @@ def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
     check(runner, model_of(name), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "gemma3", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["smollm3", "gemma3", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss", "lfm2_moe"])
 def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) -> None:
     """Sharp attention and routers of experts over keys and values of 16 bits."""
     options = FAMILIES[name][1] if name in FAMILIES else {"exaone4": {"sliding_window": 8}}[name]
