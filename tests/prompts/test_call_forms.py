@@ -134,6 +134,9 @@ CALLS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
         "",
         [("write_file", {"path": "a.py", "content": "x = [\"('\n", "flags": ["a"], "mode": None})],
     ),
+    "lfm2": (
+        '<|tool_call_start|>[weather(city="Paris"), weather(city="Rome", days=2)]<|tool_call_end|>I look.', "I look.", [PARIS, ROME],
+    ),
     "llama 4": ('<|python_start|>[weather(city="Paris"), now()]<|python_end|>', "", [PARIS, ("now", {})]),
     # Mistral
     "mistral": (f"[TOOL_CALLS] [{PARIS_JSON}, {ROME_JSON}]", "", [PARIS, ROME]),

@@ -302,12 +302,12 @@ def _find_python_end(text: str, start: int) -> int | None:
     return None
 
 
-_PYTHON_TAG = regex.compile(r"<\|python_(?:tag|start)\|>\s*")
-_PYTHON_TAG_END = regex.compile(r"\s*<\|python_end\|>")
+_PYTHON_BEGIN, _PYTHON_END = r"<\|python_(?:tag|start)\|>|<\|tool_call_start\|>", r"<\|python_end\|>|<\|tool_call_end\|>"
+_PYTHON_TAG, _PYTHON_TAG_END = regex.compile(rf"(?:{_PYTHON_BEGIN})\s*"), regex.compile(rf"\s*(?:{_PYTHON_END})")
 
 
 def _read_python_tag(scan: Scanner) -> Parse:
-    """Read JSON or Python after the token of Llama 3.1 and Llama 4."""
+    """Read JSON or Python after the token of Llama 3.1, Llama 4 and LFM2."""
     if (yield from scan.match(_PYTHON_TAG)) is None:
         return False
     start = scan.at
@@ -412,7 +412,7 @@ FORMS: Sequence[CallForm] = (
     _make_form("glm", "<tool_call>", _read_glm),
     _make_form("mistral", r"\[TOOL_CALLS\]", _make_tag_parser(r"\[TOOL_CALLS\]", r"(?!)")),
     _make_form("mistral named", r"\[TOOL_CALLS\]", _read_mistral_named),
-    _make_form("llama python", r"<\|python_(?:tag|start)\|>", _read_python_tag),
+    _make_form("llama and lfm python", _PYTHON_BEGIN, _read_python_tag),
     _make_form("deepseek", f"{_DEEPSEEK['calls']}|{_DEEPSEEK['call']}", _read_deepseek),
     _make_form("kimi", f"{_KIMI['calls']}|{_KIMI['call']}", _read_kimi),
     _make_form("harmony", r"<\|channel\|>|<\|start\|>assistant|(?<!\S)to=functions\.", _read_harmony_call),
