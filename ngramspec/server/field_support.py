@@ -154,6 +154,11 @@ _ROWS = (
     ),
     _done(LLAMAS, "id_slot", "the slot whose tokens can be saved afterwards; it says nothing of where the request runs"),
     _accepted(V1, "id_slot", "there are no slots to choose"),
+    _accepted(
+        (CHAT,),
+        "response_fields",
+        "of /completion: llama.vim sends it with its instructions, and llama.cpp's chats have no use for it either",
+    ),
     _accepted(ROUTES, "n_cache_reuse n_keep n_discard", "no context is shifted"),
     _accepted(
         ROUTES,

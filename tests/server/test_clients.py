@@ -132,6 +132,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "vercel": STREAMED | {"tools": [ZOD_TOOL], "tool_choice": "required", "seed": 1, "verbosity": "low", "max_tokens": 4},
     "open webui": {"stream": True, "stream_options": {"include_usage": True}, "tools": [], "max_tokens": -1},
     "continue": {"max_tokens": 4, "stop": ["<|im_end|>"], "prediction": {"type": "content", "content": "a"}},
+    "llama.vim": {"id_slot": 0, "samplers": [], "n_predict": 0, "stream": False, "cache_prompt": True, "response_fields": [""]},
     "llama.vscode": {"n_predict": 4, "cache_prompt": True, "samplers": ["top_k"], "timings_per_token": True, "id_slot": -1, "stream": True},
 }  # fmt: skip
 
@@ -141,6 +142,11 @@ def test_a_chat_is_answered(client: httpx.Client, name: str) -> None:
     asked = {"model": "", "messages": MESSAGES, "max_tokens": 4} | CHATS[name]
     made = client.post("/v1/chat/completions", json=asked)
     assert made.status_code == 200, made.text
+
+
+def test_no_field_of_llama_vims_instructions_is_unknown(client: httpx.Client) -> None:
+    made = client.post("/v1/chat/completions", json={"messages": MESSAGES} | CHATS["llama.vim"])
+    assert "warning" not in made.headers
 
 
 def test_lm_eval_scores_with_the_servers_tokenizer(client: httpx.Client) -> None:
