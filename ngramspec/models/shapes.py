@@ -58,6 +58,25 @@ _QWEN35: dict[str, Any] = {
     "vocab_size": 248320,
 }
 
+_LFM2: dict[str, Any] = {
+    "model_type": "lfm2",
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "eos_token_id": 7,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-05,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "vocab_size": 65536,
+}
+
 # Published config.json of each model, reduced to what determines the computation.
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _LLAMA
@@ -98,6 +117,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": _llama_rope(32.0),
         "tie_word_embeddings": True,
     },
+    "LFM2-350M": _LFM2 | {"block_ff_dim": 6656, "hidden_size": 1024, "num_attention_heads": 16},
+    "LFM2-1.2B": _LFM2 | {"block_ff_dim": 12288, "hidden_size": 2048, "num_attention_heads": 32},
     "Qwen2.5-Coder-0.5B": {
         "model_type": "qwen2",
         "bos_token_id": 151643,

@@ -35,6 +35,8 @@ PARAMETERS = {
     "Llama-3.2-3B": 3_212_749_824,
     "Qwen2.5-Coder-0.5B": 494_032_768,
     "Qwen2.5-Coder-7B": 7_615_616_512,
+    "LFM2-350M": 354_483_968,
+    "LFM2-1.2B": 1_170_340_608,
     "SmolLM2-135M": 134_515_008,
 }
 """As their safetensors have them."""
