@@ -8,8 +8,10 @@ Knows nothing of files on disk, nor of what is drafted from the text. Whatever t
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +31,8 @@ MAX_SIMILAR_TOKENS = 4096  # tokens of similar text that a request gets
 # Cosine from which text helps. Nearest chunks of foreign stores have 0.23 to 0.49, of the own repository mostly 0.5 to 0.99.
 MIN_COSINE = 0.4
 IVF_FROM = 50_000  # chunks of a segment from which inverted lists are worth their training
+# Chunks of a segment up to which a request waits for the index (20 ms); a larger one, 0.5 s for 85,000, is made in a thread.
+INDEXED_AT_ONCE = 8_192
 
 _NEAREST = 32  # chunks that are looked at: they lie in fewer files than that
 _PROBED = 1 / 16  # of the inverted lists
@@ -121,12 +125,14 @@ class SimilarFiles:
 
     def __init__(self, snapshots: Sequence[Snapshot], ready: Sequence[VectorIndex] = ()) -> None:
         self._indices: dict[int, VectorIndex] = {}
+        self._made: SimpleQueue[VectorIndex] = SimpleQueue()  # by threads
+        self._begun: set[int] = set()
         self.reset(snapshots, ready)
 
     def reset(self, snapshots: Sequence[Snapshot], ready: Sequence[VectorIndex] = ()) -> None:
         """Use other stores or generations: indices of segments that they share with the old ones, or in `ready`, stay."""
         self.snapshots = list(snapshots)
-        known = self._indices | {id(index.segment): index for index in ready}
+        known = self._indices | {id(index.segment): index for index in [*ready, *self._take_made()]}
         named = {id(segment) for snapshot in snapshots for segment in snapshot.segments}
         self._indices = {key: index for key, index in known.items() if key in named}
 
@@ -143,16 +149,38 @@ class SimilarFiles:
             index = self._indices[id(segment)] = VectorIndex(segment)
         return index
 
+    def _is_indexed_soon(self, segment: Segment) -> bool:
+        """Return whether a segment's index is there or quickly made; else have a thread make it."""
+        key = id(segment)
+        if key in self._indices or len(segment.vectors) <= INDEXED_AT_ONCE:
+            return True
+        if key not in self._begun:
+            self._begun.add(key)
+            threading.Thread(target=lambda: self._made.put(VectorIndex(segment)), name="datastore-index", daemon=True).start()
+        return False
+
+    def _take_made(self) -> list[VectorIndex]:
+        """Return the indices that threads have made since the last call."""
+        made = []
+        with contextlib.suppress(Empty):
+            while True:
+                made.append(self._made.get_nowait())
+        self._begun -= {id(index.segment) for index in made}
+        return made
+
     def find_nearest(self, tokens: np.ndarray, n: int = _NEAREST, stores: int = -1) -> list[SimilarChunk]:
         """Return the `n` live chunks most like the end of a prompt [n] int32, best first; of snapshot i if bit i is in `stores`."""
         if not len(tokens):
             return []
         query = embed_prompt(tokens)
+        self._indices |= {id(index.segment): index for index in self._take_made()}
         hits = []
         for s, snapshot in enumerate(self.snapshots):
             if not stores >> s & 1:
                 continue
             for number, (segment, entry) in enumerate(zip(snapshot.segments, snapshot.manifest.segments, strict=True)):
+                if not self._is_indexed_soon(segment):
+                    continue
                 for score, chunk in self._get_index(segment).search(query, n, entry.tombstones):
                     record = segment.vectors[chunk]
                     hits.append(SimilarChunk(score, s, number, int(record["doc"]), int(record["start"])))

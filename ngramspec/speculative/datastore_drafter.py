@@ -169,6 +169,8 @@ class SuffixDrafter:
                 self.stores[name].release()
         self._open = list(snapshots)
         self._follow_snapshots(ready)
+        if not self.follows_changes:
+            self.wait_until_loaded()
 
     def _report_unreadable(self, name: str, what: str) -> None:
         if name not in self._unreadable:
@@ -224,8 +226,10 @@ class SuffixDrafter:
         return self._matcher.loaded_stores != 0
 
     def wait_until_loaded(self) -> None:
-        """Return once all stores can be searched, for callers whose drafts must not depend on time."""
+        """Return once all open stores can be searched, for callers whose drafts must not depend on time."""
         self._matcher.wait_until_loaded()
+        if self._router is not None:
+            self._router.load()
 
     def propose(self, slots: np.ndarray) -> Drafts:
         """Return the drafts for slots [B] int32."""

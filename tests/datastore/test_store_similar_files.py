@@ -6,6 +6,8 @@ import dataclasses
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -224,6 +226,27 @@ def test_stores_that_a_request_may_not_use_are_not_looked_at(tmp_path: Path, mon
     assert len(made) == 2
     assert SimilarFiles(snapshots, ready).find_nearest(request) == router.find_nearest(request)
     assert len(made) == 2, "what is ready is not made again"
+
+
+def test_no_request_waits_for_the_index_of_a_large_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread makes it, once; requests go without until it is there."""
+    files = [text(i, 300) for i in range(6)]
+    routed_store(tmp_path / "s", [files])
+    snapshot, request = Datastore.open(tmp_path / "s").snapshot, np.array(files[4], np.int32)
+    wanted = SimilarFiles([snapshot]).find_nearest(request)
+    monkeypatch.setattr(routing, "INDEXED_AT_ONCE", len(files) - 1)
+    real, may_end, made = routing.VectorIndex, threading.Event(), list[str]()
+    monkeypatch.setattr(routing, "VectorIndex", lambda segment: (made.append(segment.path), may_end.wait(), real(segment))[-1])
+    router = SimilarFiles([snapshot])
+    assert [router.find_nearest(request) for _ in range(3)] == [[]] * 3
+    may_end.set()
+    deadline = time.monotonic() + 30
+    while not (found := router.find_nearest(request)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found == wanted
+    assert len(made) == 1
+    router.reset([snapshot])
+    assert router.find_nearest(request) == wanted
 
 
 def test_inverted_lists_find_what_a_flat_index_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
