@@ -120,6 +120,10 @@ _SHORT_CONV: Shapes = {
     "shortconv.out_proj.weight": (HIDDEN, HIDDEN),
 }  # fmt: skip
 _LFM2_KEYS = {"shortconv.l_cache": _TAPS, "attention.head_count_kv": [KV_HEADS if i % 4 == 3 else 0 for i in range(LAYERS)]}
+_NEXTN: Shapes = {
+    "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "nextn.enorm.weight": (HIDDEN,), "nextn.hnorm.weight": (HIDDEN,),
+    "nextn.shared_head_norm.weight": (HIDDEN,),
+}  # fmt: skip
 # By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
 CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "llama": ("llama", _LLAMA, {}, True),
@@ -296,9 +300,10 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
         layer = {name: shape for name, shape in layer.items() if name != "attn_v.weight"} | _GLOBAL
     if isinstance(inner := keys.get("feed_forward_length"), list) and inner[i] != INNER:
         layer = layer | {"ffn_gate.weight": (inner[i], HIDDEN), "ffn_up.weight": (inner[i], HIDDEN), "ffn_down.weight": (HIDDEN, inner[i])}
-    if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention
-        others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 else _GATED_ATTENTION
-        layer = {name: shape for name, shape in layer.items() if name not in others}
+    if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
+        of_head = i >= keys.get("block_count", LAYERS) - keys.get("nextn_predict_layers", 0)
+        others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
+        layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
     if architecture.startswith("lfm2"):
         others = _SHORT_CONV if i % 4 == 3 else _SPLIT | _OUT | _HEAD_NORMS | {"attn_qkv.weight": ()}
         if architecture == "lfm2moe":

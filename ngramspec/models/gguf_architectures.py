@@ -20,7 +20,8 @@ from ngramspec.models import qwen3_next
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_configs import Config
 from ngramspec.models.gguf_metadata import GgufMetadata
-from ngramspec.models.tensor_source import RowParts
+from ngramspec.models.head_parameters import HEAD, HEAD_LAYER
+from ngramspec.models.tensor_source import KINDS, RowParts
 
 
 class TensorUse(NamedTuple):
@@ -56,6 +57,8 @@ class Architecture:
     """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side; "in turns": see `TensorUse`."""
     divided: Mapping[str, str] = field(default_factory=dict)
     """Projections of Qwen3-Next by the stems of tensors: see `qwen3_next.list_parts`."""
+    head: Mapping[str, str] = field(default_factory=dict)
+    """Modules of the head that predicts further tokens by the stems of its tensors, besides those of its layer; none: it is left out."""
     configure: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: {}
     """Returns what differs from the config that all have in common."""
 
@@ -90,8 +93,17 @@ _GEMMA4 = {
 }  # fmt: skip
 _SANDWICH = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | _POST_NORMS | _ATTENTION | _MLP
 _PAIRS = {"attn_q": "interleaved", "attn_k": "interleaved"}
+_HEAD = {
+    "nextn.eh_proj": "fc", "nextn.enorm": "pre_fc_norm_embedding", "nextn.hnorm": "pre_fc_norm_hidden", "nextn.shared_head_norm": "norm",
+}  # fmt: skip
+# Tensors of heads with an embedding or projection of their own, which are not read.
+_OWN_VOCABULARY = ("nextn.embed_tokens", "nextn.shared_head_head")
 _SHIFTED = dict.fromkeys(
-    ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm"), "minus one"
+    (
+        *("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm"),
+        *("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"),
+    ),
+    "minus one",
 )
 
 
@@ -259,11 +271,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen2_moe", layer=_NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT, configure=configs.read_qwen2moe
     ),
     "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=configs.read_qwen),
-    "qwen35": Architecture(model_type="qwen3_5_text", layer=_QWEN35 | _MLP, rules=_QWEN35_RULES, configure=configs.read_qwen35),
+    "qwen35": Architecture(model_type="qwen3_5_text", layer=_QWEN35 | _MLP, rules=_QWEN35_RULES, head=_HEAD, configure=configs.read_qwen35),
     "qwen35moe": Architecture(
         model_type="qwen3_5_moe_text",
         layer=_QWEN35 | _EXPERTS | _SHARED_EXPERT,
         rules=_QWEN35_RULES,
+        head=_HEAD,
         configure=configs.read_qwen35moe,
     ),
     "qwen3moe": Architecture(model_type="qwen3_moe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_qwen3moe),
@@ -272,6 +285,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_QWEN35 | _EXPERTS | _SHARED_EXPERT,
         rules=_SHIFTED | {"ssm_a": "log of negative"},
         divided={"ssm_in": "in_proj_qkvz", "ssm_ba": "in_proj_ba"},
+        head=_HEAD,
         configure=configs.read_qwen3next,
     ),
     "seed_oss": Architecture(
@@ -295,12 +309,31 @@ _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<kind>
 def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
     """Return which tensor each parameter is made of; tensors that no parameter needs are left out.
 
-    Layers behind the last one are heads that predict further tokens: they have no parameters.
+    The layer behind the last one is that of a head that predicts further tokens (`head_parameters`), if the architecture's is read.
     """
     row, uses = get_architecture(file), {}
+    of_head = list_head_tensors(file)
     for tensor in file.tensors.values():
-        if (found := _TENSOR.fullmatch(tensor.name)) is not None:
+        if tensor.name not in of_head and (found := _TENSOR.fullmatch(tensor.name)) is not None:
             uses.update(_map_tensor(row, config, tensor, found))
+    return uses | _map_head(file, row, config, of_head)
+
+
+def _map_head(file: Gguf, row: Architecture, config: Config, names: set[str]) -> dict[str, TensorUse]:
+    """Return the parameters of a head of one layer that has the model's own embedding and projection; of others none."""
+    uses: dict[str, TensorUse] = {}
+    found = {name: match for name in names if (match := _TENSOR.fullmatch(name)) is not None}
+    layers = {match["layer"] for match in found.values()}
+    own = {match["stem"] for match in found.values()} & {*_OWN_VOCABULARY}
+    if not row.head or len(layers) != 1 or own or any(file.tensors[name].kind not in KINDS for name in names):
+        return {}
+    for name, match in found.items():
+        if (path := row.head.get(match["stem"])) is not None:
+            uses[f"{HEAD}{path}.{match['kind']}"] = _make_use(row, config, name, match["stem"], match["kind"])
+        else:
+            for parameter, use in _map_tensor(row, config, file.tensors[name], match).items():
+                uses[parameter.replace(f"{row.prefix}.{match['layer']}.", HEAD_LAYER)] = use
+    uses.setdefault(f"{HEAD}norm.weight", _make_use(row, config, "output_norm.weight", "output_norm", "weight"))
     return uses
 
 

@@ -21,7 +21,7 @@ from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_architectures import list_head_tensors, list_idle_tensors, map_tensors, read_config
 from ngramspec.models.gguf_metadata import SLIDING
 from ngramspec.models.random_weights import empty_model
-from ngramspec.models.start_cache import ROPE_FACTORS, TENSOR_NAMES, apply_rule, locate_tensor, read_tensor_names
+from ngramspec.models.start_cache import ROPE_FACTORS, TENSOR_NAMES, apply_rule, locate_head, locate_tensor, read_tensor_names
 from ngramspec.models.tensor_source import StoredTensor, TensorSource, WeightFile
 
 
@@ -72,6 +72,7 @@ def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorS
     if ROPE_FACTORS in gguf.tensors:
         _scale_angles(model, locate_tensor(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())
         used.add(ROPE_FACTORS)
+    stored |= locate_head(gguf, files, names)
     if unused := sorted(gguf.tensors.keys() - used - list_idle_tensors(gguf, model.config.to_dict()) - list_head_tensors(gguf)):
         raise UnsupportedModelError(
             f"{gguf.path}: it has {len(unused)} tensors that {type(model).__name__} has no use for, such as {unused[0]}: "

@@ -33,6 +33,7 @@ from ngramspec.models import (
     awq_gptq,
     gguf,
     gguf_hf_mapping,
+    head_parameters,
     header_limits,
     qwen3_next,
     random_weights,
@@ -186,6 +187,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         config, is_part = _select_text_part(config, spec, progress)
         _check_kind(config, spec)
         tensors = safetensors.read(folder, spec) if file is None else {}
+        of_head = head_parameters.select_tensors(tensors)
         if is_part:
             tensors = safetensors.select_text_part(tensors)
             config["tie_word_embeddings"] = "lm_head.weight" not in tensors  # the whole model's config may say otherwise than its text's
@@ -203,6 +205,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             model = empty_model(config, torch.float32)
             divided = qwen3_next.divide_projections(config, safetensors.make_lookup(tensors), spec) if is_next else ()
             source = safetensors.find_parameters(tensors, model, dict(divided))
+            source = source and head_parameters.add_parameters(source, tensors, of_head, config)
         elif quantised.get("quant_method") in awq_gptq.METHODS:
             model = empty_model(config, torch.float32)
             source = safetensors.find_parameters(tensors, model, awq_gptq.read_groups(tensors, quantised, spec))

@@ -34,6 +34,7 @@ from ngramspec.models import gguf
 from ngramspec.models.expert_weights import join_experts, transpose_experts
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_architectures import TensorUse
+from ngramspec.models.head_parameters import HEAD
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.models.tensor_source import (
     KINDS,
@@ -51,7 +52,7 @@ from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 5  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 6  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
@@ -60,6 +61,8 @@ _TRANSFORMERS = importlib.metadata.version("transformers")  # importing it takes
 
 TENSOR_NAMES = "tensors.json"  # per parameter: the fields of its TensorUse
 ROPE_FACTORS = "rope_freqs.weight"  # tensor that divides the frequencies of rotary angles: Llama 3's scaling, not in the metadata
+_ONE_ROW = "shared_expert_gate.weight"  # A matrix whose one row is a vector in the file.
+_CONVOLUTION = "conv1d.weight"  # Has a dimension of 1 that the file leaves out.
 RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "same": lambda x: x,
     "minus one": lambda x: x - 1,
@@ -267,19 +270,34 @@ def read_end_token_ids(folder: Path, given: Any = None) -> tuple[int, ...]:
 def read_tensor_source(file: Gguf, folder: Path) -> TensorSource:
     """Locate all parameters that `derive` has named; nothing is compared with a model. Raises UnsupportedModelError."""
     files = {header.path: WeightFile(header.path) for header in file.headers}
-    stored = {}
-    for name, use in read_tensor_names(folder).items():
-        shape = file.tensors[use.tensor].shape
-        if use.end:
-            shape = (use.end - use.first, *shape[1:])
-        if use.parts:
-            shape = (count_divided_rows(use.heads, use.parts), *shape[1:])
-        if use.other:
-            shape = (shape[0], 2 * shape[1], *shape[2:])
-        if use.rule == "transposed" or (use.rule == "in turns" and len(shape) == 3):
-            shape = (*shape[:-2], shape[-1], shape[-2])
-        stored[name] = apply_rule(file, files, use, shape)
-    return TensorSource(stored, file.n_bytes)
+    names = read_tensor_names(folder)
+    stored = {name: _locate_parameter(file, files, name, use) for name, use in names.items() if not name.startswith(HEAD)}
+    return TensorSource(stored | locate_head(file, files, names), file.n_bytes)
+
+
+def locate_head(file: Gguf, files: dict[Path, WeightFile], names: dict[str, TensorUse]) -> dict[str, StoredTensor]:
+    """Locate the parameters of the head that predicts further tokens; none if one of them is not as it should be."""
+    with contextlib.suppress(UnsupportedModelError):
+        return {name: _locate_parameter(file, files, name, use) for name, use in names.items() if name.startswith(HEAD)}
+    return {}
+
+
+def _locate_parameter(file: Gguf, files: dict[Path, WeightFile], name: str, use: TensorUse) -> StoredTensor:
+    """Locate a parameter in the shape that its rule gives it. Raises UnsupportedModelError."""
+    shape = file.tensors[use.tensor].shape
+    if name.endswith(_ONE_ROW) and len(shape) == 1:
+        shape = (1, *shape)
+    if name.endswith(_CONVOLUTION) and len(shape) == 2:
+        shape = (shape[0], 1, shape[1])
+    if use.end:
+        shape = (use.end - use.first, *shape[1:])
+    if use.parts:
+        shape = (count_divided_rows(use.heads, use.parts), *shape[1:])
+    if use.other:
+        shape = (shape[0], 2 * shape[1], *shape[2:])
+    if use.rule == "transposed" or (use.rule == "in turns" and len(shape) == 3):
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    return apply_rule(file, files, use, shape)
 
 
 def read_tensor_names(folder: Path) -> dict[str, TensorUse]:
