@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -107,6 +107,39 @@ class NativeForward(Protocol):
         """
 
 
+class HeadRows(NamedTuple):
+    """Rows of one sequence that a head reads."""
+
+    slot: int
+    first: int
+    """How many rows of the sequence the head has read before these, whose keys and values it still has."""
+    tokens: np.ndarray  # [n] int32
+    states: np.ndarray  # [n, H] float32: the model's last hidden state of the position before each token's, or what the head made of that
+
+
+class Predicted(NamedTuple):
+    """What a head predicts after the last row of each of the B sequences."""
+
+    tokens: np.ndarray  # [B, k] int32, most likely first
+    probs: np.ndarray  # [B, k] float32
+    states: np.ndarray  # [B, H] float32, to predict further from
+
+
+class PredictionHead(Protocol):
+    """A model's own head that predicts further tokens, with keys and values of its own for every slot. It changes nothing of the model's.
+
+    Rows that are read again replace those after them, so drafts are undone by reading on from where they began.
+    """
+
+    most_rows: int
+    """Most rows of one sequence in a call."""
+    step_ms: float
+    """Milliseconds of a call for one row, measured at the start."""
+
+    def predict(self, rows: Sequence[HeadRows]) -> Predicted:
+        """Read the rows of some sequences, and predict what follows their last ones."""
+
+
 class Runner(ABC):
     """A bound model with its pool. Single-threaded: one caller at a time."""
 
@@ -137,6 +170,8 @@ class Runner(ABC):
     """Whether layers keep a state, so that a sequence goes on only where its last pass or a snapshot ends."""
     max_nodes = sys.maxsize
     """Most nodes of one sequence's draft tree."""
+    head: PredictionHead | None = None
+    """The model's own head that predicts further tokens, if it has one and it is to be used."""
     rows_per_item = ROWS_PER_ITEM
     cost_rows: tuple[int, ...] = COST_ROWS
 

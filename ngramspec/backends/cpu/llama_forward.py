@@ -202,23 +202,32 @@ class LlamaDecoder:
         """Run a pass whose `tokens`, `values` and `fine` have room for this number of threads, with as many of them."""
         if self._shared is None:
             self._shared = make_shared_pass(model, current)
-            self._run_thread = find_address(run_thread, 0, self._shared)
-            if len(self._experts[1]):
-                self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
-            if len(self._recurrent[3]):
-                self._functions[RECURRENT] = find_address(run_recurrent, 0, 0, self._shared)
-            elif self.options.short_conv is not None:
-                self._functions[RECURRENT] = find_address(run_short_conv, 0, 0, self._shared)
-            if self.options.gated:
-                self._functions[GATE_ROW] = find_address(gate_row, 0, self._shared)
-            if not self.options.turns_halves:
-                self._functions[HEADS] = find_address(turn_heads, 0, 0, self._shared)
-            if self.options.layer_norm:
-                self._functions[NORM] = find_address(layer_norm_row, self._last_norm, self._last_norm, np.float32(0), self._last_norm)
+            self._find_functions()
             weakref.finalize(self, self._team.stop)
         publish_pass(self._shared, model, current)
         self._team.grow(threads - 1, compute, False, self._run_thread, self._shared, self._team.state)
         compute(True, self._run_thread, self._shared, self._team.state)
+
+    def join_threads(self, other: LlamaDecoder) -> None:
+        """Compute with the threads of another decoder, which has made a pass: threads of both would be in each other's way."""
+        assert other._shared is not None
+        self._shared, self._team = other._shared, other._team
+        self._find_functions()
+
+    def _find_functions(self) -> None:
+        self._run_thread = find_address(run_thread, 0, self._shared)
+        if len(self._experts[1]):
+            self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
+        if len(self._recurrent[3]):
+            self._functions[RECURRENT] = find_address(run_recurrent, 0, 0, self._shared)
+        elif self.options.short_conv is not None:
+            self._functions[RECURRENT] = find_address(run_short_conv, 0, 0, self._shared)
+        if self.options.gated:
+            self._functions[GATE_ROW] = find_address(gate_row, 0, self._shared)
+        if not self.options.turns_halves:
+            self._functions[HEADS] = find_address(turn_heads, 0, 0, self._shared)
+        if self.options.layer_norm:
+            self._functions[NORM] = find_address(layer_norm_row, self._last_norm, self._last_norm, np.float32(0), self._last_norm)
 
     def make_empty_pass(self) -> CompiledPass:
         """Make a pass through all layers whose arrays are filled in later."""

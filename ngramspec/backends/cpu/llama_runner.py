@@ -26,6 +26,7 @@ from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
 from ngramspec.backends.cpu.packing import packed_bytes
+from ngramspec.backends.cpu.prediction_head import PackedHead, make_head_map
 from ngramspec.backends.cpu.recurrent_pool import RecurrentPool, StateShape
 from ngramspec.backends.cpu.recurrent_rows import MOST_NODES
 from ngramspec.backends.cpu.weight_map import WeightMap
@@ -175,12 +176,14 @@ class LlamaRunner(Runner):
         make_model: Callable[[], PreTrainedModel] | None = None,
         progress: Callable[[str], None] = lambda _: None,
         wait_for_code: Callable[[], object] = lambda: None,
+        with_head: bool = False,
     ) -> None:
         """Build a decoder that an earlier start compared with transformers, by this version on this machine.
 
         `kv_bytes`: memory for the pool. `precision`: "int8" for 8-bit activations with weights in quant blocks, "float32", or "auto" for
         the first if there are such weights. `kv_dtype`: "float32", "float16", or "auto" for float16 with int8. `code`: folder that caches
         compiled code. `make_model`: returns transformers' model, without weights. `wait_for_code` is called before the first pass.
+        `with_head`: use the model's own head that predicts further tokens, if it has one.
 
         Raises OutOfMemoryError, UnsupportedModelError, ModelNotFoundError if a file has changed.
         """
@@ -199,6 +202,18 @@ class LlamaRunner(Runner):
         self.note_states()
         wait_for_code()
         self.prove()
+        if with_head:
+            self.add_head(source, max_len)
+
+    def add_head(self, source: TensorSource, max_len: int) -> None:
+        """Build the model's own head that predicts further tokens, if there is one that fits. Raises OutOfMemoryError."""
+        head_map = make_head_map(self.weight_map, source) if self.weight_map is not None else None
+        if head_map is None or self.decoder is None:
+            return
+        try:
+            self.head = PackedHead(head_map, source, self.decoder, len(self.pool.n_blocks_of), max_len, self.kv_dtype)
+        except MemoryError as e:
+            raise OutOfMemoryError(f"memory ran out while the weights of the head were packed: {e}") from e
 
     @property
     def model(self) -> PreTrainedModel:  # type: ignore[override]

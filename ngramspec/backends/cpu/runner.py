@@ -77,6 +77,7 @@ class CpuRunner(LlamaRunner):
         code: Path | None = None,
         progress: Callable[[str], None] = lambda _: None,
         wait_for_code: Callable[[], object] = lambda: None,
+        with_head: bool = False,
     ) -> None:
         """Bind a model and compare it with transformers.
 
@@ -140,6 +141,8 @@ class CpuRunner(LlamaRunner):
             self._context.switch(self.precision == "int8")
             self._build_decoder(source, binder)
         self.prove()
+        if with_head:
+            self.add_head(source, max_len)
 
     @property
     def model(self) -> PreTrainedModel:  # type: ignore[override]

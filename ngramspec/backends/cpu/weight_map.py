@@ -6,8 +6,9 @@ The module knows where in a model weights are, not what is in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,7 +142,7 @@ class WeightMap:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> WeightMap:
         """Read a weight map back. Raises TypeError, KeyError or ValueError for a document that is none."""
-        layers = [_layer_from_json(layer) for layer in found["layers"]]
+        layers = [layer_from_json(layer) for layer in found["layers"]]
         weight, bias = found["head"]
         query_scale = QueryScale(**found["query_scale"]) if found["query_scale"] else None
         rotaries, options = [Rotary(**each) for each in found["rotaries"]], ModelOptions(**found["options"])
@@ -277,13 +278,14 @@ class WeightMap:
         context: MatmulContext,
         matrix: Callable[[str, str | None], Matrix] | None = None,
         experts: Callable[[ExpertsMap], Sequence[Matrix]] | None = None,
+        known: Mapping[tuple[str, str | None], Matrix] = MappingProxyType({}),
     ) -> LlamaDecoder:
         """Build the decoder; `matrix` returns weights that are packed already, by the names of weight and bias, and `experts`
-        gate, up and down of a layer's experts (None: pack them here).
+        gate, up and down of a layer's experts (None: pack them here, but for those `known`).
 
         Raises ModelNotFoundError if a file has become shorter, MemoryError.
         """
-        packed: dict[tuple[str, str | None], Matrix] = {}
+        packed = dict(known)
 
         def of(weight: str, bias: str | None) -> Matrix:
             key = (weight, bias)
@@ -353,7 +355,8 @@ def _name_bias(norm: str) -> str:
     return f"{norm.removesuffix('.weight')}.bias"
 
 
-def _layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
+def layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
+    """Read the map of a layer back."""
     experts = found["experts"]
     if experts:
         weights = ExpertWeights(**{**experts["weights"], **{name: tuple(experts["weights"][name]) for name in ("gate_up", "down")}})
