@@ -154,6 +154,14 @@ class EngineConfig:
         only=_DECODING,
         off="Do not draft from the model's own candidates.",
     )
+    mtp: bool = option(
+        True,
+        Flag(),
+        "Draft with the model's own head for further tokens (multi-token prediction), if its file has one. On the CPU.",
+        panel=_SPECULATION,
+        only=_DECODING,
+        off="Do not draft with the model's own head for further tokens.",
+    )
     acceptance: str = option(
         "walk",
         ChoiceOf(("walk", "rejection")),

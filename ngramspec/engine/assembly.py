@@ -38,7 +38,9 @@ from ngramspec.sampling.batch import Span, pack
 from ngramspec.speculative import proposer
 from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
+from ngramspec.speculative.features import MAX_DRAFTERS
 from ngramspec.speculative.single import SingleDrafter
+from ngramspec.speculative.trained.head_drafter import HeadDrafter
 from ngramspec.tokenizer.encode import Encoding
 
 if TYPE_CHECKING:  # a start that has all it needs waits neither for torch nor for transformers' models
@@ -338,6 +340,7 @@ def _cpu_options(
         "code": cache_dir() / "code",
         "progress": progress,
         "wait_for_code": partial(wait_for_code, *background_compiler.PLAIN),
+        "with_head": config.speculation and config.mtp,
     }
 
 
@@ -361,7 +364,7 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     return PrefixStore(folder, pool)
 
 
-def speculator(config: EngineConfig, runner: Runner, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
+def speculator(config: EngineConfig, runner: Runner, cost: CostModel, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
     """What an engine with these settings drafts with."""
     if not config.speculation:
         return Speculator()
@@ -369,6 +372,8 @@ def speculator(config: EngineConfig, runner: Runner, drafters: Sequence[Drafter]
     if alone is not None:
         draws = config.acceptance == "rejection"
         return SingleDrafter(alone, vocab_size=vocab_size, spec_length=config.spec_length, spec_rows=spec_rows, draws=draws)
+    if runner.head is not None and len(drafters) < MAX_DRAFTERS - 1:
+        drafters = [*drafters, HeadDrafter(runner.head, float(cost.table[1]))]
     return proposer.Proposer(
         vocab_size=vocab_size,
         max_order=config.max_order,

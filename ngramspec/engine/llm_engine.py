@@ -107,7 +107,7 @@ class Engine:
             bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None), modules=bool(drafters or alone))
             for store in stores.values():
                 check_store(store, bound.encoding, bound.name)
-            drafts = assembly.speculator(config, bound.runner, drafters, alone)
+            drafts = assembly.speculator(config, bound.runner, bound.cost, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
             core.lacks_code = bound.code is not None
             core.prefixes = assembly.open_prefix_store(config, bound.runner)

@@ -81,12 +81,13 @@ class NativeSteps:
 
     def __init__(self, runner: Runner, speculator: Speculator, observers: Observers) -> None:
         self._runner, self._speculator, self._observers = runner, speculator, observers
-        self._fits = speculator.spec_length < MAX_NEW_TOKENS and not speculator.needs_hidden_states
+        self._fits = speculator.spec_length < MAX_NEW_TOKENS
         self._state: LoopState | None = None  # takes half a millisecond to make, so it is used again
 
     def can_run(self, rows: Several[ScheduledRows], rule: Acceptance) -> bool:
         """Whether no sequence of these rows needs Python between their pass and the next one."""
-        return self._fits and rule.matches_by_pass and all(_is_plain(each) and rule.samples_on_device(each.seq) for each in rows)
+        fits = self._fits and not (self._speculator.needs_hidden_states and any(each.seq.speculation for each in rows))
+        return fits and rule.matches_by_pass and all(_is_plain(each) and rule.samples_on_device(each.seq) for each in rows)
 
     def run(self, seqs: list[Sequence], timing: StepTimer, max_rows: int, interrupt: np.ndarray) -> NativeResult | None:
         """Make as many steps as the time and the drafts allow, until interrupt [1] int64 is not 0.

@@ -44,10 +44,10 @@ class Observers:
         counted = [CountedPass(each.seq, each.index, len(each.tokens), each.path, each.span.tree) for each in accepted if len(each.tokens)]
         self._stats.add(counted, batch.positions, batch.roots, batch.ends)
 
-    def record_sequence(self, accepted: Accepted, output: Output) -> None:
-        """Record what concerns one sequence. What this raises ends that sequence alone."""
+    def record_sequence(self, accepted: Accepted, output: Output, *, states: bool) -> None:
+        """Record what concerns one sequence. What this raises ends that sequence alone. `states`: the pass left its hidden states."""
         seq = accepted.seq
-        if self._speculator.needs_hidden_states and seq.speculation:
+        if states and seq.speculation:
             self._send_hidden_states(accepted, output)
         if len(accepted.tokens):
             self._record_tree_sources(accepted)

@@ -60,6 +60,7 @@ class Core:
         """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
         self._n_drafting = 0  # sequences that a draft was looked for in this step
         self._speculates = False
+        self._has_drafts = False  # a sequence of this step may be drafted for
         self.use(speculator)
 
     @property
@@ -76,12 +77,21 @@ class Core:
         Raises what its drafters raise at `bind`, and UnsupportedModelError if they need hidden states that the runner does not provide.
         """
         self.runner.keep_states(speculator.needs_hidden_states)
+        self.runner.keep_states(False)
+        self._keeps_states = False
         self.runner.keep_candidates(speculator.needs_topk)
         speculator.bind(self.runner)
         self.speculator = speculator
         self.scheduler.has_room, self.scheduler.limit_rows = speculator.has_room, self._limit_rows
         self._observers = Observers(speculator, self.runner.pool)
         self.native_steps = NativeSteps(self.runner, speculator, self._observers)
+
+    def _keep_states(self) -> None:
+        """Have the next pass leave its hidden states if a drafter needs them."""
+        wanted = self._has_drafts and self.speculator.needs_hidden_states and not self.lacks_code
+        if wanted != self._keeps_states:
+            self.runner.keep_states(wanted)
+            self._keeps_states = wanted
 
     def begin_speculation(self) -> None:
         """Draft and make native steps from the next step on, for running sequences too: their code has been compiled."""
@@ -124,6 +134,8 @@ class Core:
         if not rows:
             meanwhile()
             return []
+        self._has_drafts = any(each.seq.speculation for each in rows)
+        self._keep_states()
         if interrupt is not None and not self.lacks_code and self.native_steps.can_run(rows, self.acceptance):
             changed = self._step_natively([each.seq for each in rows], interrupt)
             if changed is not None:
@@ -298,6 +310,7 @@ class Core:
             has_prompt=known > len(batch.spans),
             speculates=self._speculates,
         )
+        self._keep_states()
         output = self.runner.forward(batch)
         self.n_passes += 1
         meanwhile()
@@ -339,7 +352,7 @@ class Core:
             if seq.slot < 0:
                 continue
             try:
-                self._observers.record_sequence(each, output)
+                self._observers.record_sequence(each, output, states=self._keeps_states)
             except Exception as e:
                 self._fail(seq, e)
                 continue

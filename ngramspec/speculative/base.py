@@ -127,8 +127,11 @@ class Speculator:
     """Most nodes of a tree."""
     needs_topk = False
     """Whether `observe` needs the model's top-k."""
-    needs_hidden_states = False
-    """Whether `on_hidden_states` is to be called."""
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        """Whether `on_hidden_states` is to be called after the next pass."""
+        return False
 
     def bind(self, runner: Any) -> None:
         """Receive the `backends.base.Runner` that is drafted for, before any sequence begins. An exception ends the engine."""
@@ -292,4 +295,7 @@ class NeedsHiddenStates(Protocol):
 
     def on_hidden_states(self, seq: int, first: int, states: np.ndarray) -> None:
         """Receive the states [n, H] float32 of the committed tokens at positions first, first + 1, …: chunk by chunk for prompts, before
-        `observe` for each pass. States of tokens from the prefix cache are not computed."""
+        `observe` for each pass. States of tokens from the prefix cache are not computed.
+
+        A drafter with the attribute `tolerates_gaps` receives none while it pauses, and several passes' tokens in one `observe`.
+        """

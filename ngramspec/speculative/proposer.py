@@ -42,7 +42,7 @@ from ngramspec.speculative.base import (
     is_sound,
     iterate_topk,
 )
-from ngramspec.speculative.budget.backoff import DatastoreSchedule, DrafterBackoff, is_unpredictable
+from ngramspec.speculative.budget.backoff import MAX_TIME_SHARE, OWN_TIME_SHARE, DatastoreSchedule, DrafterBackoff, is_unpredictable
 from ngramspec.speculative.calibration import list_reliability, new_calibration
 from ngramspec.speculative.datastore_drafter import MAX_STORES, Drafts, SuffixDrafter
 from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
@@ -113,7 +113,8 @@ class Proposer(Speculator):
         self.datastore, self.similar = datastore, similar
         self._schedule = DatastoreSchedule(max_seqs)
         self.drafters: list[Drafter | None] = list(drafters)
-        self._backoffs = [DrafterBackoff() for _ in drafters]
+        self._pausable = [bool(getattr(drafter, "tolerates_gaps", False)) for drafter in drafters]
+        self._backoffs = [DrafterBackoff(OWN_TIME_SHARE if pausable else MAX_TIME_SHARE) for pausable in self._pausable]
         self._asked: list[int] = []
         """The drafters asked in this step. `_pass_ms`: predicted milliseconds of its pass."""
         self._pass_ms = 0.0
@@ -135,8 +136,6 @@ class Proposer(Speculator):
         self.needs_topk = self._recycled_here or bool(self._topk_readers)
         """Whether `observe` needs the target's top-k."""
         self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
-        self.needs_hidden_states = bool(self._state_readers)
-        """Whether `on_hidden_states` is to be called."""
         self._recycled = features.new_recycled(vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
         self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         rows = max_seqs * (spec_rows + 1)
@@ -174,6 +173,10 @@ class Proposer(Speculator):
         tables = self._states, self._output_cache.states, self._contexts
         learned = self._recycled, self._calibration, SOURCE_MAP, self._rates
         return tree_builder.new_draft_state(*tables, self._nodes, self.weights, self._bans, *learned, self._scratch)
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        return any(self.drafters[d] is not None and not (self._pausable[d] and self._backoffs[d].n_pauses) for d in self._state_readers)
 
     def bind(self, runner: Any) -> None:
         for drafter in self.drafters:
@@ -335,10 +338,12 @@ class Proposer(Speculator):
         return is_unpredictable(int(self._states[slot, ngram_table.HIT_HISTORY]))
 
     def compiled(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
-        if any(drafter is not None for drafter in self.drafters) or self.needs_hidden_states:
+        active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
+        if not all(self._pausable[d] for d in active):
             return None
         n_steps = self._schedule.n_quiet_steps if self.datastore is not None else sys.maxsize
-        if not n_steps:
+        n_steps = min([n_steps, *(self._backoffs[d].n_pauses - 1 for d in active)])  # the last pause's pass leaves hidden states
+        if n_steps < 1:
             return None
         while (b := tree_builder.find_full_table(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
             self._own.enlarge(int(slots[b]), n_tokens, self._contexts)
@@ -348,6 +353,11 @@ class Proposer(Speculator):
         if self.datastore is not None:
             self._schedule.skip_steps(n_steps)
             self.datastore.observe(slots, *_concatenate(appended))
+        for d, drafter in enumerate(self.drafters):
+            if drafter is not None:
+                self._backoffs[d].skip_steps(n_steps)
+                for slot, tokens in zip(slots.tolist(), appended, strict=True):
+                    self._call_drafter(d, "observe", slot, np.asarray(tokens, np.int32), _NO_TOKENS)
 
     def record_topk(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """Keep the target's top tokens [n, KEPT] int32 and logits [n, KEPT] float32, most likely first, after tokens `last` [n] int32,

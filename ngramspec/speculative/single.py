@@ -46,11 +46,15 @@ class SingleDrafter(Speculator):
         self.vocab_size, self.spec_length, self.spec_rows = vocab_size, spec_length, spec_rows
         self.drafter: Drafter | None = drafter
         self.source_names = [drafter.name]
-        self.needs_topk, self.needs_hidden_states = isinstance(drafter, NeedsTopK), isinstance(drafter, NeedsHiddenStates)
+        self.needs_topk = isinstance(drafter, NeedsTopK)
         self._trees: dict[int, DraftTree] = {}
         self._begun: set[int] = set()
         if isinstance(drafter, CanDraw):
             drafter.draws = draws
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        return isinstance(self.drafter, NeedsHiddenStates)
 
     def bind(self, runner: Any) -> None:
         if isinstance(self.drafter, NeedsModel):

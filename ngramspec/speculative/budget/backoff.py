@@ -13,6 +13,8 @@ import numpy as np
 WINDOW = 8
 # Share of all passes' time that a drafter that does not pay may take; limits how long it pauses before it is tried again.
 MAX_TIME_SHARE = 0.02
+# The same for a drafter that is there without having been asked for, the model's own head.
+OWN_TIME_SHARE = 0.01
 # Weight of earlier steps at each decision.
 DECAY = 0.5
 
@@ -20,7 +22,8 @@ DECAY = 0.5
 class DrafterBackoff:
     """Decide in which steps one drafter is asked: in every step while it pays; otherwise after pauses that double, within bounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_time_share: float = MAX_TIME_SHARE) -> None:
+        self._max_time_share = max_time_share
         self.ms = 0.0
         """Milliseconds that the drafter has taken. The caller adds to it, also in steps whose pass failed."""
         self._gained = self._other_tokens = self._pass_ms = 0.0
@@ -33,6 +36,15 @@ class DrafterBackoff:
             self._pausing -= 1
             return False
         return True
+
+    @property
+    def n_pauses(self) -> int:
+        """How many of the following steps it is not asked in."""
+        return self._pausing
+
+    def skip_steps(self, n_steps: int) -> None:
+        """Count steps that were made without a call of `should_ask`."""
+        self._pausing = max(self._pausing - n_steps, 0)
 
     def record_step(self, gained: int, n_tokens: int, pass_ms: float) -> None:
         """Record a step in which it was asked: `n_tokens` tokens, `gained` of them drafted by it, in a pass of `pass_ms` milliseconds.
@@ -48,7 +60,7 @@ class DrafterBackoff:
         if self._gained * self._pass_ms >= self._other_tokens * self.ms:
             self._pause = WINDOW
         else:
-            bound = int(WINDOW * self.ms / (MAX_TIME_SHARE * self._pass_ms))
+            bound = int(WINDOW * self.ms / (self._max_time_share * self._pass_ms))
             self._pausing = min(self._pause, bound)
             self._pause = max(2 * self._pausing, WINDOW)
         self._steps_left = WINDOW
