@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 WINDOW = 512  # Latest rows that attention sees.
 MOST_ROWS = 128  # Of one sequence in a pass, drafts included.
-# Tokens that the head chooses among: the first ones, which byte-pair encoding has merged first, since they are the most frequent. The
-# projection to all 248,320 of Qwen3.5's takes five times as long as the rest of the head (benchmarks/NOTES.md).
+# Tokens that the head chooses among: the first ones, which byte-pair encoding has merged first, since they are the most frequent. With
+# all 248,320 of Qwen3.5's a step takes 4.5 times as long (benchmarks/NOTES.md).
 VOCABULARY = 1 << 15
 FEW_ROWS = 16
 RING = -(-(WINDOW + MOST_ROWS) // BLOCK) + 1  # Blocks of a sequence's keys and values.

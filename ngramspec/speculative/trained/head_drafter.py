@@ -54,7 +54,7 @@ class HeadDrafter:
     tolerates_gaps = True
 
     def __init__(self, head: PredictionHead, pass_ms: float, *, length: int = LENGTH) -> None:
-        """`pass_ms`: milliseconds of a pass of one row."""
+        """Draft with this head. `pass_ms`: milliseconds of a pass of one row."""
         self.head, self.length, self._pass_ms = head, length, pass_ms
         self._most_states = head.most_rows - length
         self._known: dict[int, _HeadState] = {}
