@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ngramspec.backends.base import HeadRows
 from ngramspec.backends.cpu.llama_runner import LlamaRunner
 from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.models.loader import load_model, open_model
 
 SIZES = {"max_len": 256, "max_seqs": 3, "max_rows": 64, "kv_bytes": 8 << 20}
@@ -48,6 +49,18 @@ def test_head_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     source = open_model(str(path), cache_dir=tmp_path / "cache").source
     head = {name: torch.from_numpy(stored.float32()) for name, stored in source.items() if name.startswith("mtp.")}
     check_head(open_runner(path), load_model(str(path), cache_dir=tmp_path / "cache").model, head)
+
+
+def test_a_later_start_has_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, layer, keys, has_head = tiny_architectures.CASES["qwen35, as many heads"]
+    longer = {"block_count": tiny_architectures.LAYERS + 1, "nextn_predict_layers": 1}
+    monkeypatch.setitem(tiny_architectures.CASES, "with a head", (architecture, layer, keys | longer, has_head))
+    path = tiny_architectures.write(tmp_path / "model.gguf", "with a head")
+    for kind in (CpuRunner, LlamaRunner):  # the second start reads the record of the first
+        with Engine(path, max_model_len=64, max_seqs=2) as engine:
+            assert type(engine.runner) is kind
+            assert engine.runner.head is not None
+            assert "mtp" in engine.source_names
 
 
 @pytest.mark.parametrize("spoil", ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "shape", "layers", "embedding"])
