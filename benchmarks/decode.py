@@ -41,7 +41,18 @@ import torch
 from benchmarks import common
 from benchmarks.common import Prompt, say
 from benchmarks.our_engine import FixedCost, FixedLength, OurEngine, add_stats, describe_engine, find_gguf_files
-from benchmarks.peers import LOCAL_VLLM, NAMES, Contender, Peer, PeerAbsentError, PeerTask, TimedRun, add_llama_python_option, open_peer
+from benchmarks.peers import (
+    LLAMA_LOOKUP,
+    LOCAL_VLLM,
+    NAMES,
+    Contender,
+    Peer,
+    PeerAbsentError,
+    PeerTask,
+    TimedRun,
+    add_llama_python_option,
+    open_peer,
+)
 from benchmarks.recordings import Recital, read_recorded_prompts
 from ngramspec import Engine, SamplingParams
 from ngramspec.datastore.format import MANIFEST
@@ -279,26 +290,35 @@ def choose_prompts(args: argparse.Namespace, engine: Engine) -> tuple[list[Promp
     return found, len(prompts) - len(found)
 
 
+def find_peer_folder(args: argparse.Namespace, engine: Engine, gguf: Path | None, stack: contextlib.ExitStack) -> Path:
+    """Return the folder of the file or safetensors that the engine read, or else a copy of its weights that goes with the stack."""
+    if gguf is not None and all(name in LLAMA_LOOKUP for name in args.against):
+        return gguf.parent
+    folder = Path(engine.runner.model.config.name_or_path)
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return folder
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-peers-")))
+    load_model(args.model, dtype=getattr(torch, args.dtype)).model.save_pretrained(folder)
+    if engine.tokenizer is not None:
+        engine.tokenizer.save_pretrained(folder)
+    return folder
+
+
 def make_peer_task(
     args: argparse.Namespace, engine: Engine, params: SamplingParams, max_prompt: int, stack: contextlib.ExitStack
 ) -> PeerTask:
-    """Return what peers are given: the safetensors that the engine read, or else a copy of its weights that goes with the stack."""
-    folder = Path(engine.runner.model.config.name_or_path)
-    if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-peers-")))
-        load_model(args.model, dtype=getattr(torch, args.dtype)).model.save_pretrained(folder)
-        if engine.tokenizer is not None:
-            engine.tokenizer.save_pretrained(folder)
+    """Return what peers are given."""
+    gguf = next(iter(find_gguf_files(args.model)), None)
     max_len = min(engine.max_model_len, -(-(max_prompt + params.max_tokens) // 256) * 256)
     return PeerTask(
-        folder.absolute(),
+        find_peer_folder(args, engine, gguf, stack).absolute(),
         params,
         engine.eos_token_ids,
         threads=engine.threads,
         max_len=max_len,
         device=args.device,
         dtype=args.dtype,
-        gguf=next(iter(find_gguf_files(args.model)), None),
+        gguf=gguf,
     )
 
 
