@@ -23,17 +23,27 @@ _SAMPLES, _RUN = 64, 64  # a file is looked at in so many places, so many pages 
 _CHUNK = 1 << 23  # bytes that are asked for at once
 
 
-def measure_free_memory() -> int:
-    """Return the bytes that can be allocated without pushing others out, as far as the platform says."""
+def find_free_memory() -> int | None:
+    """Return the bytes that can be allocated without pushing others out, or None if the platform does not tell.
+
+    What a control group counts as used includes files that were read once: they are free.
+    """
     free = []
-    try:
+    with contextlib.suppress(OSError, ValueError):  # not Linux
         if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("utf-8"), re.MULTILINE):
             free.append(int(match[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # no limit
         group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text("utf-8")) - int((group / "memory.current").read_text("utf-8")))
-    except (OSError, ValueError):  # not Linux, or no limit
-        pass
-    return max(min(free, default=2 << 30), 1 << 28)
+        limit = int((group / "memory.max").read_text("utf-8"))
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text("utf-8"), re.MULTILINE)
+        free.append(limit - int((group / "memory.current").read_text("utf-8")) + (int(cached[1]) if cached else 0))
+    return min(free, default=None)
+
+
+def measure_free_memory() -> int:
+    """Return the bytes that can be allocated without pushing others out, at least 256 MB; 2 GB if the platform does not tell."""
+    free = find_free_memory()
+    return max(2 << 30 if free is None else free, 1 << 28)
 
 
 @functools.cache

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from pathlib import Path
-
+from ngramspec.datastore.page_cache import find_free_memory
 from ngramspec.errors import OutOfMemoryError
 
 
@@ -15,17 +12,7 @@ def available_memory(device: str = "cpu") -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    free = []
-    with contextlib.suppress(OSError, ValueError):
-        meminfo = Path("/proc/meminfo").read_text("utf-8")
-        if match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE):
-            free.append(int(match[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text("utf-8"))
-        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text("utf-8"), re.MULTILINE)
-        free.append(limit - int((group / "memory.current").read_text("utf-8")) + (int(cached[1]) if cached else 0))
-    return min(free, default=None)
+    return find_free_memory()
 
 
 def check_memory(needed: int, device: str, what: str) -> None:

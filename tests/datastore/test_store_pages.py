@@ -129,3 +129,22 @@ def make_evicted(tmp_path: Path) -> Callable[[Path], None]:
     if page_cache.is_in_memory(np.memmap(probe, np.uint8, "r")):
         pytest.skip("this file system keeps everything in memory")
     return evict
+
+
+def test_files_that_a_control_group_has_read_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each datastore that is brought into memory would leave less room for the next, and for itself when it is looked at again."""
+    group = "/sys/fs/cgroup/memory."
+    texts = {
+        "/proc/meminfo": "MemAvailable: 9000000 kB\n",
+        f"{group}max": "5000",
+        f"{group}current": "4000",
+        f"{group}stat": "inactive_file 3000\n",
+    }
+    monkeypatch.setattr(page_cache.Path, "read_text", lambda path, *_: texts[path.as_posix()])
+    assert page_cache.find_free_memory() == 4000
+    texts[f"{group}max"] = "max"
+    assert page_cache.find_free_memory() == 9_000_000 * 1024
+    assert page_cache.measure_free_memory() == 9_000_000 * 1024
+    texts["/proc/meminfo"] = ""
+    assert page_cache.find_free_memory() is None
+    assert page_cache.measure_free_memory() == 2 << 30
