@@ -135,12 +135,8 @@ def find_insertions(row, lanes, n, segment):
     shift = 2 if wide else 1
     left = np.int64(0)
     for i in range(n):
-        lanes[i, LO], lanes[i, HI], lanes[i, SHARED_LO], lanes[i, SHARED_HI] = (
-            -1,
-            row[N_SUFFIXES] if load_u8(lanes[i, MAY] + segment) else 0,
-            0,
-            0,
-        )
+        lanes[i, LO], lanes[i, SHARED_LO], lanes[i, SHARED_HI] = -1, 0, 0
+        lanes[i, HI] = row[N_SUFFIXES] if load_u8(lanes[i, MAY] + segment) else 0
         left = max(left, lanes[i, HI] + 1)  # all ranges that are searched begin alike, and halve alike but for one entry
     while left > 1:
         for i in range(n):

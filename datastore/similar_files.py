@@ -149,7 +149,7 @@ class SimilarFiles:
             index = self._indices[id(segment)] = VectorIndex(segment)
         return index
 
-    def _is_indexed_soon(self, segment: Segment) -> bool:
+    def _prepare_index(self, segment: Segment) -> bool:
         """Return whether a segment's index is there or quickly made; else have a thread make it."""
         key = id(segment)
         if key in self._indices or len(segment.vectors) <= INDEXED_AT_ONCE:
@@ -179,7 +179,7 @@ class SimilarFiles:
             if not stores >> s & 1:
                 continue
             for number, (segment, entry) in enumerate(zip(snapshot.segments, snapshot.manifest.segments, strict=True)):
-                if not self._is_indexed_soon(segment):
+                if not self._prepare_index(segment):
                     continue
                 for score, chunk in self._get_index(segment).search(query, n, entry.tombstones):
                     record = segment.vectors[chunk]
