@@ -79,6 +79,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "conv", "full_attention"] * 2,
         "block_auto_adjust_ff_dim": False,
     },
+    "granitemoehybrid": {
+        "num_hidden_layers": 6,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "attention_multiplier": 0.25,
+    },
     "ministral3": {
         "head_dim": 16,
         "rope_parameters": {
@@ -124,6 +135,9 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
                 parameter.copy_(noise * std)
             else:
                 parameter.add_(noise * 0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("mamba.dt_bias"):  # states last for dozens of tokens
+                parameter.sub_(3)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)

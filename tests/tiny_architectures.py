@@ -119,7 +119,25 @@ _SHORT_CONV: Shapes = {
     "shortconv.in_proj.weight": (3 * HIDDEN, HIDDEN), "shortconv.conv.weight": (HIDDEN, _TAPS),
     "shortconv.out_proj.weight": (HIDDEN, HIDDEN),
 }  # fmt: skip
-_LFM2_KEYS = {"shortconv.l_cache": _TAPS, "attention.head_count_kv": [KV_HEADS if i % 4 == 3 else 0 for i in range(LAYERS)]}
+_EVERY_FOURTH = {"attention.head_count_kv": [KV_HEADS if i % 4 == 3 else 0 for i in range(LAYERS)]}  # layers with keys
+_LFM2_KEYS = {"shortconv.l_cache": _TAPS} | _EVERY_FOURTH
+# Granite 4: every fourth layer is attention, the others have Mamba-2.
+_INNER, _MAMBA_GROUPS = 2 * HIDDEN, 2
+_CHANNELS = _INNER + 2 * _MAMBA_GROUPS * _STATE
+_MAMBA: Shapes = {
+    "ssm_in.weight": (_INNER + _CHANNELS + 2 * HEADS, HIDDEN), "ssm_conv1d.weight": (_CHANNELS, 4), "ssm_conv1d.bias": (_CHANNELS,),
+    "ssm_dt.bias": (2 * HEADS,), "ssm_a": (2 * HEADS, 1), "ssm_d": (2 * HEADS, 1),
+    "ssm_norm.weight": (_MAMBA_GROUPS, _INNER // _MAMBA_GROUPS), "ssm_out.weight": (HIDDEN, _INNER),
+}  # fmt: skip
+_ONE_GROUP: Shapes = {
+    "ssm_in.weight": (_INNER + _CHANNELS - 2 * _STATE + 2 * HEADS, HIDDEN), "ssm_conv1d.weight": (_CHANNELS - 2 * _STATE, 4),
+    "ssm_conv1d.bias": (_CHANNELS - 2 * _STATE,), "ssm_norm.weight": (1, _INNER),
+}  # fmt: skip
+_MAMBA_KEYS = {
+    "ssm.conv_kernel": 4, "ssm.inner_size": _INNER, "ssm.state_size": _STATE, "ssm.time_step_rank": 2 * HEADS,
+    "ssm.group_count": _MAMBA_GROUPS,
+}  # fmt: skip
+_GRANITE4_KEYS = _GRANITE | _MAMBA_KEYS | _EVERY_FOURTH
 _NEXTN: Shapes = {
     "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "nextn.enorm.weight": (HIDDEN,), "nextn.hnorm.weight": (HIDDEN,),
     "nextn.shared_head_norm.weight": (HIDDEN,),
@@ -239,6 +257,14 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         "lfm2moe", _PRE | _SPLIT | _OUT | _HEAD_NORMS | _SHORT_CONV | _GATED | _EXPERTS | {"exp_probs_b.bias": (_N_EXPERTS,)},
         _LFM2_KEYS | _CHOICE | {"expert_feed_forward_length": _WIDTH, "leading_dense_block_count": 2, "expert_gating_func": 2}, False,
     ),
+    "granitehybrid": ("granitehybrid", _LLAMA | _MAMBA, _GRANITE4_KEYS | {"rope.scaling.finetuned": False}, False),
+    "granitehybrid, rope": (
+        "granitehybrid", _LLAMA | _MAMBA | _ONE_GROUP, _GRANITE4_KEYS | {"ssm.group_count": 1}, True,
+    ),
+    "granitehybrid, experts": (
+        "granitehybrid", _ATTENTION | _MAMBA | _EXPERTS | {name: shape for name, shape in _SHARED.items() if "inp" not in name},
+        _GRANITE4_KEYS | _CHOICE | _NARROW | {"rope.scaling.finetuned": False, "expert_shared_feed_forward_length": INNER}, False,
+    ),
     "qwen3moe": (
         "qwen3moe", _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH}, True,
     ),
@@ -304,6 +330,9 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
         of_head = i >= keys.get("block_count", LAYERS) - keys.get("nextn_predict_layers", 0)
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
+    if architecture == "granitehybrid":
+        others = _MAMBA if i % 4 == 3 else _SPLIT | _OUT
+        layer = {name: shape for name, shape in layer.items() if name not in others}
     if architecture.startswith("lfm2"):
         others = _SHORT_CONV if i % 4 == 3 else _SPLIT | _OUT | _HEAD_NORMS | {"attn_qkv.weight": ()}
         if architecture == "lfm2moe":

@@ -360,6 +360,8 @@ def _get_layer_types(model: PreTrainedModel) -> list[str]:
 
 # What a configuration calls recurrent layers: of several kinds, and short convolutions.
 RECURRENT_LAYERS = ("linear_attention", "conv")
+# Ends of the names of modules that the CPU computes in place of attention: Gated DeltaNet, short convolutions, Mamba-2.
+CPU_RECURRENT_MODULES = ("GatedDeltaNet", "ShortConv", "MambaLayer")
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
@@ -369,12 +371,15 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
     """Refuse layers of other types than attention and what `recurrent` names, and other attention. Raises UnsupportedModelError."""
     name, config, types = type(model).__name__, model.config.get_text_config(), _get_layer_types(model)
-    is_computed = any(type(module).__name__.endswith(tuple(recurrent)) for module in model.modules())
+    is_computed, on_cpu = (
+        any(type(module).__name__.endswith(tuple(ends)) for module in model.modules()) for ends in (recurrent, CPU_RECURRENT_MODULES)
+    )
     accepted = (*ATTENTION_LAYERS, *RECURRENT_LAYERS) if is_computed else ATTENTION_LAYERS
+    hint = "; the CPU computes them (device='cpu')" if on_cpu and not is_computed else ""
     for other in sorted(set(types) - set(accepted)):
         where = ", ".join(str(i) for i, each in enumerate(types) if each == other)
-        raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(accepted)}")
-    if getattr(model, "_is_stateful", False) and not is_computed:
+        raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(accepted)}{hint}")
+    if getattr(model, "_is_stateful", False) and not is_computed and not types:
         raise UnsupportedModelError(f"{name} keeps a recurrent state, which is not implemented; accepted: decoders with attention alone")
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedModelError(

@@ -115,6 +115,11 @@ def join_experts(gate: StoredTensor, up: StoredTensor, *, in_turns: bool = False
     return JoinedTensor(kind=gate.kind, shape=shape, parts=(gate, up), in_turns=in_turns)
 
 
+def join_rows(first: StoredTensor, second: StoredTensor) -> StoredTensor:
+    """Join two matrices, given as [1, N, K], to [2 · N, K]."""
+    return JoinedTensor(kind=first.kind, shape=(2 * first.shape[1], first.shape[2]), parts=(first, second))
+
+
 def transpose_experts(stored: StoredTensor) -> StoredTensor:
     """Transpose [E, K, N] to [E, N, K]. Quant blocks can be read again once they are transposed back."""
     if isinstance(stored, TransposedTensor):

@@ -29,7 +29,8 @@ class TensorUse(NamedTuple):
 
     tensor: str
     rule: str = "same"
-    """One of `start_cache.RULES`, "interleaved", "repeated", "divided", or "in turns": outputs of `tensor` and `other` alternate."""
+    """One of `start_cache.RULES`, "interleaved", "repeated", "divided", "joined": the rows of `other` follow, or "in turns": outputs of
+    `tensor` and `other` alternate."""
     heads: int = 0
     """Heads of an interleaving rule, value heads per key head where those of keys are repeated, or groups of rows that are divided."""
     first: int = 0
@@ -37,7 +38,7 @@ class TensorUse(NamedTuple):
     end: int = 0
     """The row after the last one; 0: all rows belong to it."""
     other: str = ""
-    """Another tensor of experts, whose rows follow in every expert."""
+    """Another tensor, whose rows follow, of experts in every expert."""
     parts: RowParts = ()
     """Rows of each group that a divided tensor has for the parameter."""
 
@@ -75,6 +76,9 @@ _EXPERTS = {
 _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")} | {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
 }
+_MAMBA = {
+    "ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_dt": "dt", "ssm_a": "A_log", "ssm_d": "D", "ssm_norm": "norm", "ssm_out": "out_proj",
+}  # fmt: skip
 _LINEAR_ATTENTION = {
     "attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a", "ssm_conv1d": "conv1d",
     "ssm_dt": "dt", "ssm_a": "A_log", "ssm_norm": "norm", "ssm_out": "out_proj",
@@ -83,7 +87,7 @@ _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = _NORMS | _ATTENTION | _MLP
 # Stems of tensors that are parameters of a module that has others.
-_PARAMETERS = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_dt")
+_PARAMETERS = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
 _GEMMA4 = {
     "layer_output_scale": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale",
@@ -178,6 +182,7 @@ _LFM2 = (
     | {f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
     | {f"ffn_{name}": f"feed_forward.w{i}" for i, name in enumerate(("gate", "down", "up"), 1)}
 )
+_GRANITE_EXPERTS = {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()}
 _LFM2_WHOLE = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
@@ -235,11 +240,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitemoe": Architecture(
         model_type="granitemoe",
-        layer=_NORMS
-        | _ATTENTION
-        | {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()},
+        layer=_NORMS | _ATTENTION | _GRANITE_EXPERTS,
         rules=_PAIRS,
         configure=configs.read_granitemoe,
+    ),
+    "granitehybrid": Architecture(
+        model_type="granitemoehybrid",
+        layer=_NORMS
+        | _ATTENTION
+        | {stem: f"mamba.{name}" for stem, name in _MAMBA.items()}
+        | _GRANITE_EXPERTS
+        | {f"ffn_gate{end}": "shared_mlp.input_linear" for end in ("", "_shexp")}
+        | {f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
+        rules=_PAIRS | {"ssm_a": "log of negative", "ffn_gate": "joined", "ffn_gate_shexp": "joined"},
+        configure=configs.read_granitehybrid,
     ),
     "lfm2": Architecture(
         model_type="lfm2",
@@ -357,7 +371,8 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
         other = f"blk.{layer}.ffn_up_exps.{kind}" if stem == "ffn_gate_exps" else ""
         use = _make_use(row, config, tensor.name, stem, kind)
         return {f"{path}_bias" if kind == "bias" else path: use._replace(other=other)}
-    return {f"{path}.{kind}": _make_use(row, config, tensor.name, stem, kind)}
+    use = _make_use(row, config, tensor.name, stem, kind)
+    return {f"{path}.{kind}": use._replace(other=tensor.name.replace("gate", "up")) if use.rule == "joined" else use}
 
 
 def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str, first: int = 0, end: int = 0) -> TensorUse:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ngramspec.models.gguf_metadata import CONV, FREQ_BASE, FULL, SLIDING, GgufMetadata
+from ngramspec.models.gguf_metadata import CONV, FREQ_BASE, FULL, LINEAR, SLIDING, GgufMetadata
 
 Config = dict[str, Any]
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE's frequencies
-MOST_TAPS = 16  # Most tokens that a short convolution may see; published models have 3.
+MOST_TAPS = 16  # Most tokens that the convolution of a recurrent layer may see; published models have 3 or 4.
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
 
 
@@ -57,11 +57,15 @@ def read_mistral3(metadata: GgufMetadata, config: Config) -> Config:
 def read_granite(metadata: GgufMetadata, config: Config) -> Config:
     if metadata.is_stated("rope.scaling.finetuned", False):
         raise metadata.make_refusal("rope.scaling.finetuned", False, "true, since layers without rotary embedding are not read")
-    return read_llama(metadata, config) | {
+    return read_llama(metadata, config) | _read_multipliers(metadata, config) | {"logits_scaling": metadata.get_float("logit_scale")}
+
+
+def _read_multipliers(metadata: GgufMetadata, config: Config) -> Config:
+    return {
         "attention_multiplier": metadata.get_float("attention.scale", 0.0) or config["head_dim"] ** -0.5,
         "embedding_multiplier": metadata.get_float("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": metadata.get_float("residual_scale", 0.0) or 1.0,
-        "logits_scaling": metadata.get_float("logit_scale"),
+        "logits_scaling": metadata.get_float("logit_scale", 0.0) or 1.0,
     }
 
 
@@ -164,6 +168,56 @@ def read_granitemoe(metadata: GgufMetadata, config: Config) -> Config:
     return read_granite(metadata, config) | {"num_local_experts": experts.pop("num_experts")} | experts
 
 
+def _read_layers_with_keys(metadata: GgufMetadata) -> tuple[int, list[bool]]:
+    """Read the number of heads of keys of layers with attention, and which layers have any."""
+    kv = metadata.get_per_layer("attention.head_count_kv")
+    if len(kinds := {n for n in kv if n}) != 1:
+        raise metadata.make_refusal("attention.head_count_kv", kv, "one number of heads for layers with attention, 0 for others")
+    return kinds.pop(), [n > 0 for n in kv]
+
+
+def read_mamba(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the sizes of layers with Mamba-2, as Granite 4's config names them."""
+    inner, n_heads, n_groups = (metadata.get_int(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "group_count"))
+    if inner < 1 or inner % config["hidden_size"]:
+        raise metadata.make_refusal("ssm.inner_size", inner, f"a multiple of embedding_length, {config['hidden_size']}")
+    if n_heads < 1 or inner % n_heads:
+        raise metadata.make_refusal("ssm.time_step_rank", n_heads, f"a divisor of ssm.inner_size, {inner}")
+    if n_groups < 1 or n_heads % n_groups:
+        raise metadata.make_refusal("ssm.group_count", n_groups, f"a divisor of ssm.time_step_rank, {n_heads}")
+    widest = max(n for tensor in metadata.file.tensors.values() for n in tensor.shape)
+    if not 0 < (state := metadata.get_int("ssm.state_size")) <= widest:
+        raise metadata.make_refusal("ssm.state_size", state, f"1 to {widest}, by its tensors")
+    if not MOST_TAPS >= (taps := metadata.get_int("ssm.conv_kernel")) > 1:
+        raise metadata.make_refusal("ssm.conv_kernel", taps, f"2 to {MOST_TAPS}")
+    return {
+        "mamba_n_heads": n_heads, "mamba_d_head": inner // n_heads, "mamba_n_groups": n_groups, "mamba_d_state": state,
+        "mamba_d_conv": taps, "mamba_expand": inner // config["hidden_size"],
+    }  # fmt: skip
+
+
+def read_granitehybrid(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of Granite 4's hybrids. Layers without heads of keys have Mamba-2 in place of attention."""
+    kv, attends = _read_layers_with_keys(metadata)
+    if all(attends):
+        raise metadata.make_refusal("attention.head_count_kv", [kv] * len(attends), "0 for some layers")
+    i_attention, i_mamba = attends.index(True), attends.index(False)
+    inner, has_experts = metadata.get_same("feed_forward_length"), metadata.get_int("expert_count", 0) > 0
+    experts = read_experts(metadata, normalise=True) if has_experts else {"num_experts": 0, "num_experts_per_tok": 0}
+    n_shared = metadata.get_int("expert_shared_feed_forward_length", 0) if has_experts else inner
+    if has_experts and n_shared < 1:
+        raise metadata.make_refusal("expert_shared_feed_forward_length", n_shared, "1 and more")
+    if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
+        raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
+    return read_mamba(metadata, config) | _read_multipliers(metadata, config) | {
+        "num_key_value_heads": kv, "layer_types": [FULL if each else LINEAR for each in attends], "rope_parameters": metadata.get_rope(),
+        "position_embedding_type": None if metadata.is_stated("rope.scaling.finetuned", False) else "rope",
+        "attention_bias": metadata.has_tensor(f"blk.{i_attention}.attn_q.bias"), "intermediate_size": inner,
+        "mamba_conv_bias": metadata.has_tensor(f"blk.{i_mamba}.ssm_conv1d.bias"), "mamba_proj_bias": False,
+        "shared_intermediate_size": n_shared, "num_local_experts": experts.pop("num_experts"), **experts,
+    }  # fmt: skip
+
+
 def read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
     return read_qwen(metadata, config) | read_experts(metadata, normalise=False) | {
         "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
@@ -222,9 +276,7 @@ def read_qwen3next(metadata: GgufMetadata, config: Config) -> Config:
 
 def read_lfm2(metadata: GgufMetadata, config: Config) -> Config:
     """Read LFM2's config. Layers without heads of keys have a short convolution in place of attention."""
-    kv = metadata.get_per_layer("attention.head_count_kv")
-    if len(kinds := {n for n in kv if n}) != 1:
-        raise metadata.make_refusal("attention.head_count_kv", kv, "one number of heads for layers with attention, 0 for others")
+    kv, attends = _read_layers_with_keys(metadata)
     if not MOST_TAPS >= (taps := metadata.get_int("shortconv.l_cache")) > 1:
         raise metadata.make_refusal("shortconv.l_cache", taps, f"2 to {MOST_TAPS}")
     if window := metadata.get_int("attention.sliding_window", 0):
@@ -232,7 +284,7 @@ def read_lfm2(metadata: GgufMetadata, config: Config) -> Config:
     if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
         raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
     return {
-        "num_key_value_heads": kinds.pop(), "layer_types": [FULL if n else CONV for n in kv], "conv_L_cache": taps, "conv_bias": False,
+        "num_key_value_heads": kv, "layer_types": [FULL if each else CONV for each in attends], "conv_L_cache": taps, "conv_bias": False,
         "intermediate_size": metadata.get_same("feed_forward_length"), "block_auto_adjust_ff_dim": False,
         "norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon"), "rope_parameters": metadata.get_rope(),
     }  # fmt: skip

@@ -16,13 +16,14 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
 import tempfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from filelock import FileLock, Timeout
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
-from ngramspec.models.expert_weights import join_experts, transpose_experts
+from ngramspec.models.expert_weights import join_experts, join_rows, transpose_experts
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_architectures import TensorUse
 from ngramspec.models.head_parameters import HEAD
@@ -62,6 +63,7 @@ _TRANSFORMERS = importlib.metadata.version("transformers")  # importing it takes
 TENSOR_NAMES = "tensors.json"  # per parameter: the fields of its TensorUse
 ROPE_FACTORS = "rope_freqs.weight"  # tensor that divides the frequencies of rotary angles: Llama 3's scaling, not in the metadata
 _ONE_ROW = "shared_expert_gate.weight"  # A matrix whose one row is a vector in the file.
+_VECTORS = (".A_log", ".D", ".mamba.norm.weight", ".mixer.norm.weight")  # Have several dimensions in some files.
 _CONVOLUTION = "conv1d.weight"  # Has a dimension of 1 that the file leaves out.
 RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "same": lambda x: x,
@@ -293,8 +295,10 @@ def _locate_parameter(file: Gguf, files: dict[Path, WeightFile], name: str, use:
         shape = (use.end - use.first, *shape[1:])
     if use.parts:
         shape = (count_divided_rows(use.heads, use.parts), *shape[1:])
+    if name.endswith(_VECTORS):
+        shape = (math.prod(shape),)
     if use.other:
-        shape = (shape[0], 2 * shape[1], *shape[2:])
+        shape = (2 * shape[0], *shape[1:]) if use.rule == "joined" else (shape[0], 2 * shape[1], *shape[2:])
     if use.rule == "transposed" or (use.rule == "in turns" and len(shape) == 3):
         shape = (*shape[:-2], shape[-1], shape[-2])
     return apply_rule(file, files, use, shape)
@@ -317,6 +321,8 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
         at = plain.offset + use.first * (plain.row_bytes if len(plain.shape) > 1 else plain.row_bytes // plain.shape[-1])
         plain = FileTensor(kind=plain.kind, shape=(use.end - use.first, *plain.shape[1:]), file=plain.file, offset=at)
     there = (*plain.shape[:-2], *plain.shape[:-3:-1]) if rule == "transposed" else plain.shape
+    if len(shape) == 1 and KINDS[plain.kind][0] == 1:
+        there = (math.prod(there),)
     if rule == "divided" and shape == (count_divided_rows(use.heads, use.parts), there[-1]):
         return DividedTensor(kind=plain.kind, shape=shape, stored=plain, n_groups=use.heads, parts=use.parts)
     if rule == "repeated":
@@ -342,17 +348,19 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
 
 def _join_tensors(file: Gguf, gate: FileTensor, up: FileTensor, use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
     """Return the parameter that joins two tensors of experts. Raises UnsupportedModelError."""
-    in_turns = use.rule == "in turns"
-    if (gate.kind, gate.shape) != (up.kind, up.shape) or len(gate.shape) != len(shape) or (len(shape) == 2 and KINDS[gate.kind][0] > 1):
+    in_turns, divisible = use.rule == "in turns", use.rule == "joined" or len(shape) != 2
+    if (gate.kind, gate.shape) != (up.kind, up.shape) or len(gate.shape) != len(shape) or (not divisible and KINDS[gate.kind][0] > 1):
         raise UnsupportedModelError(
             f"{file.path}: {use.tensor} is {gate.kind} {list(gate.shape)}, {use.other} {up.kind} {list(up.shape)}; accepted: two "
             f"alike, for a parameter {list(shape)}"
         )
-    if in_turns and len(shape) == 2:
+    if use.rule == "joined":
+        joined: StoredTensor = join_rows(*(replace(each, shape=(1, *each.shape)) for each in (gate, up)))
+    elif in_turns and len(shape) == 2:
         columns = join_experts(
             *(FileTensor(kind=b.kind, shape=(*b.shape, 1), file=b.file, offset=b.offset) for b in (gate, up)), in_turns=True
         )
-        joined: StoredTensor = ComputedTensor(kind="F32", shape=columns.shape[:2], stored=columns, compute=lambda x: x[:, :, 0])
+        joined = ComputedTensor(kind="F32", shape=columns.shape[:2], stored=columns, compute=lambda x: x[:, :, 0])
     else:
         joined = join_experts(gate, up, in_turns=in_turns)
         joined = transpose_experts(joined) if in_turns else joined

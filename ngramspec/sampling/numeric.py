@@ -90,3 +90,26 @@ def compute_sigmoid(x):
 def compute_gelu(x):
     """Return GELU by its approximation with tanh, float32: x · sigmoid(2 · √(2/π) · (x + 0.044715 · x³))."""
     return x / (_ONE + exp(-(x * fma(GELU_CUBE, x * x, GELU_SLOPE))))
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def compute_silu(x):
+    """Return x · sigmoid(x), float32."""
+    return x / (_ONE + exp(-x))
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _compute_log1p(t):
+    """Return log(1 + t), float32, for t from 0 to 1, by the series of 2 · atanh(t / (2 + t))."""
+    s = t / (_TWO + t)
+    z = s * s
+    y = _F(1 / 17)
+    for denominator in (15, 13, 11, 9, 7, 5, 3):
+        y = fma(y, z, _ONE / _F(denominator))
+    return _TWO * fma(s * z, y, s)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def compute_softplus(x):
+    """Return log(1 + e to the x), float32."""
+    return max(x, _F(0)) + _compute_log1p(exp(-abs(x)))

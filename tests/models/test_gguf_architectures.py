@@ -27,6 +27,9 @@ ROUNDED_ROWS = 5e-2  # activations of 8 bits, for experts in quant blocks
 GELU, QUANTISED, BY_MODULES = ("gemma", "starcoder2"), "mxfp4", "gemma4"
 
 
+GRANITE4 = ("granitehybrid", "granitehybrid, experts")
+
+
 def find_tolerance(case: str) -> float:
     return ROUNDED_ROWS if case.endswith(QUANTISED) else ROUNDED_GELU if case.startswith(GELU) else ROUNDING
 
@@ -55,7 +58,7 @@ def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path)
     assert np.abs(mine[RECORD["rows"], : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
 
 
-@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe"])
+@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *GRANITE4])
 def test_drafts_batches_and_later_starts_change_no_token(case: str, tmp_path: Path) -> None:
     path = str(tiny_architectures.write(tmp_path / "model.gguf", case))
     prompts = [[5, 17, 88, 3, 42, 5, 17, 88], [9, 8], [7] * 40]
@@ -120,6 +123,13 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("lfm2", {"shortconv__l_cache": 1 << 30}, r"lfm2.shortconv.l_cache is 1073741824.*2 to 16"),
         ("lfm2", {"attention__sliding_window": 8}, r"lfm2.attention.sliding_window is 8"),
         ("lfm2moe", {"expert_gating_func": 1}, r"lfm2moe.expert_gating_func is 1"),
+        ("granitehybrid", {"attention__head_count_kv": 2}, r"granitehybrid.attention.head_count_kv is \[2, .*0 for some layers"),
+        ("granitehybrid", {"ssm__inner_size": 96}, r"granitehybrid.ssm.inner_size is 96.*a multiple of embedding_length, 64"),
+        ("granitehybrid", {"ssm__time_step_rank": 0}, r"granitehybrid.ssm.time_step_rank is 0.*a divisor of ssm.inner_size, 128"),
+        ("granitehybrid", {"ssm__group_count": 3}, r"granitehybrid.ssm.group_count is 3"),
+        ("granitehybrid", {"ssm__state_size": 1 << 30}, r"granitehybrid.ssm.state_size is 1073741824"),
+        ("granitehybrid", {"ssm__conv_kernel": 1 << 30}, r"granitehybrid.ssm.conv_kernel is 1073741824.*2 to 16"),
+        ("granitehybrid, experts", {"expert_shared_feed_forward_length": 0}, r"expert_shared_feed_forward_length is 0"),
         ("lfm2", {"attention__causal": False}, r"lfm2.attention.causal is False"),
         ("llama", {"embedding_length": [64] * 5000}, "array of 5000 values|is an array"),
     ],

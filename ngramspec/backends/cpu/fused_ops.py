@@ -142,8 +142,8 @@ class Gelu(nn.Module):
 _ROUNDING, _CODED = 1e-5, 3e-2
 _ANY = 50  # Width of rows on which an activation is tried.
 # Names of an MLP's matrices: gate, up and down, gate and up as one, or up and down.
-_JOINED = ("gate_up_proj", "down_proj")
-_MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), _JOINED, ("up_proj", "down_proj"), ("c_fc", "c_proj"))
+_JOINED = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
+_MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), *_JOINED, ("up_proj", "down_proj"), ("c_fc", "c_proj"))
 
 
 def _measure_error(old: nn.Module, new: nn.Module, width: int) -> float:
@@ -206,7 +206,7 @@ def _choose_activation(
 
 def _find_gate_and_up(inputs: Sequence[nn.Module], names: Sequence[str]) -> CpuProduct | None:
     """Return the product of an MLP's gate and up, which may be one linear layer."""
-    if names == _JOINED and isinstance(both := inputs[0], CpuPackedLinear):
+    if names in _JOINED and isinstance(both := inputs[0], CpuPackedLinear):
         return both.product
     shared = [each.shared for each in inputs if isinstance(each, SharedLinear)]
     return shared[0].product if len(shared) == 2 and shared[0] is shared[1] else None

@@ -20,33 +20,12 @@ from ngramspec.backends.cpu.norms import compute_norm_scale
 from ngramspec.backends.cpu.recurrent_rows import convolve_rows, find_slots, note_positions, plan_rows
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
-from ngramspec.sampling.numeric import compute_sigmoid, exp, fma
+from ngramspec.sampling.numeric import compute_sigmoid, compute_silu, compute_softplus, exp
 
 _F = np.float32
-_ONE, _TWO, _HEAD_EPS = _F(1), _F(2), _F(1e-6)
+_ONE, _HEAD_EPS = _F(1), _F(1e-6)
 TAPS = 4  # Tokens that a convolution sees, its own among them.
 N_KEY_HEADS, N_VALUE_HEADS, KEY_DIM, VALUE_DIM, TILED = range(5)  # indices of the layers' options
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _compute_log1p(t):
-    """Return log(1 + t), float32, for t from 0 to 1, by the series of 2 · atanh(t / (2 + t))."""
-    s = t / (_TWO + t)
-    z = s * s
-    y = _F(1 / 17)
-    for denominator in (15, 13, 11, 9, 7, 5, 3):
-        y = fma(y, z, _ONE / _F(denominator))
-    return _TWO * fma(s * z, y, s)
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _compute_softplus(x):
-    return max(x, _F(0)) + _compute_log1p(exp(-abs(x)))
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _compute_silu(x):
-    return x / (_ONE + exp(-x))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -101,7 +80,7 @@ def _mix_rows(head, i_layer, rows, weights, states, slot, options, eps, out):
     for s in range(n):
         x, row = mixed[s], order[s]
         for j in range(width):
-            x[j] = _compute_silu(x[j])
+            x[j] = compute_silu(x[j])
         _normalise(x[:n_dim], _ONE / np.sqrt(_F(n_dim)))
         _normalise(x[n_dim : 2 * n_dim], _ONE)
         for g in range(n_groups):
@@ -112,7 +91,7 @@ def _mix_rows(head, i_layer, rows, weights, states, slot, options, eps, out):
                 steps[g, s, 0], steps[g, s, 1] = log_rates[slot, i_layer, s, value_head, 0], log_rates[slot, i_layer, s, value_head, 1]
             else:
                 a = inputs[row, a_at + value_head] + rates[i_layer, 1, value_head]
-                steps[g, s, 0] = exp(rates[i_layer, 0, value_head] * _compute_softplus(a))
+                steps[g, s, 0] = exp(rates[i_layer, 0, value_head] * compute_softplus(a))
                 steps[g, s, 1] = compute_sigmoid(inputs[row, b_at + value_head])
     work, n_blocks = np.empty((deepest + 1, n_dim, COLUMNS), np.float32), state.shape[3]
     attended = np.empty((n, n_blocks * COLUMNS), np.float32)
@@ -135,7 +114,7 @@ def _mix_rows(head, i_layer, rows, weights, states, slot, options, eps, out):
             x, gate = attended[s, :n_values], z_at + value_head * n_values
             scale, to = compute_norm_scale(x, eps), value_head * n_values
             for j in range(n_values):
-                out[order[s], to + j] = norm[i_layer, j] * (x[j] * scale) * _compute_silu(inputs[order[s], gate + j])
+                out[order[s], to + j] = norm[i_layer, j] * (x[j] * scale) * compute_silu(inputs[order[s], gate + j])
         for s in range(n_certain, n):
             node = order[s] - root - 1
             log_rates[slot, i_layer, node, value_head, 0], log_rates[slot, i_layer, node, value_head, 1] = steps[g, s, 0], steps[g, s, 1]

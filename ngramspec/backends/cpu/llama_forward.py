@@ -23,6 +23,8 @@ from ngramspec.backends.cpu.llama_layers import (
     OUT,
     K,
     LayerWeights,
+    MambaOptions,
+    MambaWeights,
     ModelOptions,
     Q,
     RecurrentOptions,
@@ -51,6 +53,7 @@ from ngramspec.backends.cpu.llama_pass import (
     run_thread,
 )
 from ngramspec.backends.cpu.llama_variants import gate_row, layer_norm_row, turn_heads
+from ngramspec.backends.cpu.mamba2 import gather_channels, norm_gated_row, run_mamba2
 from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix
 from ngramspec.backends.cpu.short_conv import run_short_conv
 from ngramspec.backends.cpu.thread_team import ThreadTeam
@@ -218,12 +221,11 @@ class LlamaDecoder:
         self._run_thread = find_address(run_thread, 0, self._shared)
         if len(self._experts[1]):
             self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
-        if len(self._recurrent[3]):
-            self._functions[RECURRENT] = find_address(run_recurrent, 0, 0, self._shared)
-        elif self.options.short_conv is not None:
-            self._functions[RECURRENT] = find_address(run_short_conv, 0, 0, self._shared)
-        if self.options.gated:
-            self._functions[GATE_ROW] = find_address(gate_row, 0, self._shared)
+        run = run_recurrent if self.options.recurrent else run_short_conv if self.options.short_conv else run_mamba2
+        if any(layer.keeps_state for layer in self.layers):
+            self._functions[RECURRENT] = find_address(run, 0, 0, self._shared)
+        if self.options.gated or self.options.mamba:
+            self._functions[GATE_ROW] = find_address(gate_row if self.options.gated else norm_gated_row, 0, 0, self._shared)
         if not self.options.turns_halves:
             self._functions[HEADS] = find_address(turn_heads, 0, 0, self._shared)
         if self.options.layer_norm:
@@ -268,7 +270,8 @@ class LlamaDecoder:
             def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
                 return np.zeros((n, *shape), dtype)
 
-            wide, mixed = _round_up(self.hidden), _round_up(n_heads * head_dim)
+            inner_size = self.options.mamba.n_inner if self.options.mamba else 0
+            wide, mixed = _round_up(self.hidden), _round_up(max(n_heads * head_dim, inner_size))
             inner = max(dense, default=0) * WIDTH
             codes = max(wide, mixed)
             out = zeros(mixed)
@@ -312,16 +315,17 @@ def _count_gates(layer: LayerWeights) -> int:
 
 
 def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) -> tuple[tuple[np.ndarray, ...], list[Matrix]]:
-    """Return what `gated_delta` or `short_conv` reads of the layers with a state, R of L, and matrices that are not among a layer's seven.
+    """Return what `gated_delta`, `short_conv` or `mamba2` reads of the layers with a state, R of L, and matrices that are not among a
+    layer's seven.
 
     The arrays: number among the layers with a state [L], -1 for others; number among the layers with attention [L]; options [5]; fields of
-    the fourth matrix of inputs [R, MATRIX]; convolutions by groups of channels [R, groups, taps, inputs]; decays and their biases
-    [R, 2, heads]; norms [R, V].
+    the fourth matrix of inputs [R, MATRIX]; convolutions by groups of channels [R, groups, taps, inputs], for Mamba-2 a bias after the
+    taps; decays and their biases [R, 2, heads], for Mamba-2 rates [R, 5, heads]; norms [R, V].
     """
     found = [layer.recurrent for layer in layers if layer.recurrent]
     options, keeps_state = of_model.recurrent, np.array([layer.keeps_state for layer in layers])
     which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (keeps_state, ~keeps_state))
-    numbers = np.array(options or (0,) * len(RecurrentOptions._fields), np.int64)
+    numbers = of_model.mamba.numbers if of_model.mamba else np.array(options or (0,) * len(RecurrentOptions._fields), np.int64)
     more = [each.decay_gate for each in found]
 
     def stack_arrays(arrays: list[np.ndarray], *empty: int) -> np.ndarray:
@@ -333,7 +337,12 @@ def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) 
     if of_model.short_conv is not None:
         n, taps = of_model.short_conv.n_group_channels, [layer.short_conv for layer in layers if layer.short_conv is not None]
         conv = [each.reshape(len(each), -1, n).transpose(1, 0, 2) for each in taps]
-    return (which, kv_layers, numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays([each.norm for each in found], 0)), more
+    norms = [each.norm for each in found]
+    if (mamba := of_model.mamba) is not None:
+        mixers = [layer.mamba for layer in layers if layer.mamba]
+        conv, norms = [_gather_channel_taps(each.conv, mamba) for each in mixers], [each.norm for each in mixers]
+        rates = stack_arrays([_list_rates(each, mamba) for each in mixers], 5, 0)
+    return (which, kv_layers, numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays(norms, 0)), more
 
 
 def _gather_taps(conv: np.ndarray, head: int, options: RecurrentOptions) -> np.ndarray:
@@ -342,6 +351,21 @@ def _gather_taps(conv: np.ndarray, head: int, options: RecurrentOptions) -> np.n
     for t, factors in enumerate(conv):
         gather_inputs(factors, head, np.array(options, np.int64), options.n_value_heads // options.n_key_heads, taps[t])
     return taps
+
+
+def _gather_channel_taps(conv: np.ndarray, options: MambaOptions) -> np.ndarray:
+    """Return factors and biases [pieces, taps + 1, channels] of what the heads of each piece see."""
+    gathered = np.empty((options.n_heads // options.n_piece_heads, len(conv), options.n_piece_channels), np.float32)
+    for piece, of_piece in enumerate(gathered):
+        for factors, to in zip(conv, of_piece, strict=True):
+            gather_channels(factors, piece, options.numbers, to)
+    return gathered
+
+
+def _list_rates(mixer: MambaWeights, options: MambaOptions) -> np.ndarray:
+    """Return [5, heads], from `mamba2.DECAY` to MOST_STEP."""
+    limits = (np.full(options.n_heads, limit, np.float32) for limit in (options.least_step, options.most_step))
+    return np.stack([mixer.decay, mixer.step_bias, mixer.skip, *limits])
 
 
 def _round_up(n: int) -> int:

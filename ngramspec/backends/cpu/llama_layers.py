@@ -19,6 +19,7 @@ from ngramspec.backends.cpu.matmul import MATRIX, Matrix
 
 Q, K, V, OUT, GATE, UP, DOWN = range(7)  # indices of a layer's matrices
 GROUP_CHANNELS = 128  # Most channels of a short convolution that are one piece of work.
+MOST_PIECE_HEADS = 4  # Most heads of a layer with Mamba-2 that are one piece of work.
 NO_ROTARY = -1  # in place of the number of a rotary embedding
 # Activations of a gated MLP; GELU by its approximation with tanh. The MLPs of the last two are not gated.
 SILU, GELU, PLAIN_GELU, SQUARED_RELU = "silu", "gelu", "plain gelu", "squared relu"
@@ -74,12 +75,65 @@ class ShortConvOptions(NamedTuple):
         return math.gcd(self.n_channels, GROUP_CHANNELS)
 
 
+class MambaWeights(NamedTuple):
+    """What a layer with Mamba-2 (`mamba2`) has besides the matrices of z, of the convolution's input and of dt."""
+
+    conv: np.ndarray
+    """[taps + 1, channels] float32: factors of the earliest token's input to the token's own, and a bias."""
+    decay: np.ndarray
+    """[heads] float32, negative: factor of dt in the exponent of what remains of the state."""
+    step_bias: np.ndarray
+    """[heads]: of dt."""
+    skip: np.ndarray
+    """[heads]: factor of what is added of x to the outputs."""
+    norm: np.ndarray
+    """[heads · P]: of the gated outputs."""
+
+
+class MambaOptions(NamedTuple):
+    n_heads: int
+    head_dim: int
+    n_groups: int
+    """Groups of heads; those of one have B and C in common, and are normed together."""
+    state_size: int
+    """Numbers of B and of C."""
+    n_taps: int
+    """Tokens that a convolution sees, its own among them."""
+    least_step: float = 0.0
+    """Bounds of dt."""
+    most_step: float = math.inf
+
+    @property
+    def n_inner(self) -> int:
+        """Outputs of all heads."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def n_channels(self) -> int:
+        """Inputs of the convolution: x, B and C."""
+        return self.n_inner + 2 * self.n_groups * self.state_size
+
+    @property
+    def n_piece_heads(self) -> int:
+        """Heads of a piece of work."""
+        return math.gcd(self.n_heads // self.n_groups, MOST_PIECE_HEADS)
+
+    @property
+    def n_piece_channels(self) -> int:
+        return self.n_piece_heads * self.head_dim + 2 * self.state_size
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """[5] int64, from `mamba2.N_HEADS` to PIECE_HEADS."""
+        return np.array([self.n_heads, self.head_dim, self.n_groups, self.state_size, self.n_piece_heads], np.int64)
+
+
 class LayerWeights(NamedTuple):
     matrices: tuple[Matrix, ...]
     """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone.
 
     A recurrent layer has the matrices of its convolution's input, of z and of b in place of Q, K and V; one with a short convolution
-    those of B, C and x (`short_conv`).
+    those of B, C and x (`short_conv`), one with Mamba-2 those of z, of its convolution's input and of dt.
     """
     norms: tuple[np.ndarray, np.ndarray] | None
     """[H] each, before attention and before the MLP; with the biases of a LayerNorm [2 · H]."""
@@ -97,11 +151,12 @@ class LayerWeights(NamedTuple):
     recurrent: RecurrentWeights | None = None
     short_conv: np.ndarray | None = None
     """[taps, H] float32, in place of attention: factors of the earliest token's input to the token's own."""
+    mamba: MambaWeights | None = None
 
     @property
     def keeps_state(self) -> bool:
         """Whether the layer has a state in place of keys and values."""
-        return self.recurrent is not None or self.short_conv is not None
+        return self.recurrent is not None or self.short_conv is not None or self.mamba is not None
 
 
 class ModelOptions(NamedTuple):
@@ -138,6 +193,8 @@ class ModelOptions(NamedTuple):
     """What the recurrent layers have in common, if there are any."""
     short_conv: ShortConvOptions | None = None
     """What the layers with a short convolution have in common, if there are any."""
+    mamba: MambaOptions | None = None
+    """What the layers with Mamba-2 have in common, if there are any."""
 
     @property
     def numbers(self) -> np.ndarray:

@@ -425,7 +425,7 @@ def run_thread(thread, shared):
                 )  # fmt: skip
                 finish_piece(state, part + 3)
             wait_for_pieces(state, part + 3, n_pieces)
-        gates = functions[GATE_ROW] != 0 and recurrent[layer] < 0
+        gates = functions[GATE_ROW] != 0
         if quantise or gates:
             while True:
                 i = take_piece(state, part + 4, pieces)
@@ -433,7 +433,7 @@ def run_thread(thread, shared):
                     break
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                     if gates:
-                        call_compiled(functions[GATE_ROW], (r, shared))
+                        call_compiled(functions[GATE_ROW], (r, layer, shared))
                     quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
                 finish_piece(state, part + 4)
             wait_for_pieces(state, part + 4, pieces)

@@ -64,8 +64,10 @@ def _take_gates(x, n_heads, head_dim, gates):
 
 
 @njit(cache=True, nogil=True)
-def gate_row(r, shared):
-    """Multiply what row r's heads have attended to by their gates."""
+def gate_row(r, layer, shared):
+    """Multiply what row r's heads have attended to by their gates; nothing to do in recurrent layers."""
+    if shared.model.recurrent[0][layer] >= 0:
+        return
     row, gates = shared.model.work[7][r], shared.model.recurrent[2][r]
     for j in range(gates.shape[0]):
         row[j] *= gates[j]

@@ -49,7 +49,7 @@ def make_head_map(weight_map: WeightMap, source: TensorSource) -> WeightMap | No
         weight_map,
         layers=[replace(layer, window=WINDOW)],
         norm=NORM,
-        options=weight_map.options._replace(recurrent=None, short_conv=None),
+        options=weight_map.options._replace(recurrent=None, short_conv=None, mamba=None),
         query_scale=None,
     )
     hidden = source[weight_map.embedding].shape[1]

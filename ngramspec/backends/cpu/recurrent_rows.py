@@ -5,7 +5,7 @@ inputs, computes the known rows, stores the state, and walks the draft tree dept
 operations in the same order, so a prompt in chunks, a chain, a tree and plain decoding have the same bits.
 
 A convolution's channels are divided into groups, each of which is a piece of work. What is made of its inputs and outputs differs by kind
-of layer (`gated_delta`, `short_conv`). The module knows rows and states, nothing of requests; `recurrent_pool` has the states.
+of layer (`gated_delta`, `short_conv`, `mamba2`). The module knows rows and states, nothing of requests; `recurrent_pool` has the states.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ngramspec.backends.base import Runner, check_supported, has_recurrent_layers, kv_shapes
+from ngramspec.backends.base import CPU_RECURRENT_MODULES, Runner, check_supported, has_recurrent_layers, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, collect_policies, is_quantised, make_pool, resolve_precision
@@ -55,7 +55,6 @@ from ngramspec.sampling.topk import rank_rows
 # Largest difference from transformers, relative to the size of its output, that counts as rounding. HALVES: with 16-bit keys and values,
 # some of which are rounded to another neighbour than transformers' own.
 TOLERANCE, HALVES = 2e-3, 5e-3
-RECURRENT_MODULES = ("GatedDeltaNet", "ShortConv")  # Ends of the names of modules that `gated_delta` and `short_conv` compute.
 MATES = 3  # Rows of another sequence placed before the compared ones, so that a row's place in the pass differs from its position.
 
 
@@ -92,7 +91,7 @@ class CpuRunner(LlamaRunner):
         self._states: np.ndarray | None = None  # of the last pass, where they are kept
         self._keep_states = False
         self._hook: RemovableHandle | None = None
-        check_supported(model, recurrent=RECURRENT_MODULES)
+        check_supported(model, recurrent=CPU_RECURRENT_MODULES)
         suitable_lengths = fix_angles(model, longest or max_len)
         in_memory = not any(p.is_meta for p in model.parameters())
         source = source or make_params_source(model)
@@ -123,7 +122,9 @@ class CpuRunner(LlamaRunner):
         if self.weight_map is not None:
             self.weight_map = replace(self.weight_map, suitable_lengths=suitable_lengths)
         if self.weight_map is None and has_recurrent_layers(model):
-            raise UnsupportedModelError(f"{type(model).__name__}: its recurrent layers have neither Qwen3.5's form nor LFM2's")
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: its recurrent layers have the form of neither Qwen3.5, LFM2 nor Granite 4"
+            )
         self.policies = collect_policies(binder.matrices.values())
         self.has_experts = bool(binder.experts)
         state_shape = self.weight_map.state_shape if self.weight_map else None

@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ngramspec.backends.cpu.codegen.simd import PARTS
 from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
-from ngramspec.backends.cpu.formats import WIDTH
+from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import (
     NO_ROTARY,
     SILU,
     LayerWeights,
+    MambaOptions,
+    MambaWeights,
     ModelOptions,
     RecurrentOptions,
     RecurrentWeights,
@@ -72,6 +75,18 @@ class RecurrentNames(NamedTuple):
     norm: str
 
 
+class MambaNames(NamedTuple):
+    """The names of what a layer with Mamba-2 has besides its matrices: see `MambaWeights`."""
+
+    conv: str
+    conv_bias: str | None
+    decay: str
+    """Logarithm of the negative of `MambaWeights.decay`."""
+    step_bias: str
+    skip: str
+    norm: str
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeightMap:
     matrices: list[MatrixName]
@@ -87,10 +102,11 @@ class LayerWeightMap:
     recurrent: RecurrentNames | None = None
     short_conv: str | None = None
     """Name of the weight [H, 1, taps] of the short convolution in place of attention."""
+    mamba: MambaNames | None = None
 
     @property
     def keeps_state(self) -> bool:
-        return self.recurrent is not None or self.short_conv is not None
+        return self.recurrent is not None or self.short_conv is not None or self.mamba is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +166,8 @@ class WeightMap:
             options = options._replace(recurrent=RecurrentOptions(*options.recurrent))
         if options.short_conv is not None:
             options = options._replace(short_conv=ShortConvOptions(*options.short_conv))
+        if options.mamba is not None:
+            options = options._replace(mamba=MambaOptions(*options.mamba))
         parts = {"layers": layers, "head": (weight, bias), "rotaries": rotaries, "options": options, "query_scale": query_scale}
         return cls(**{**found, **parts})
 
@@ -171,14 +189,17 @@ class WeightMap:
         want(MatrixName(*self.head), source[self.head[0]].shape[0], hidden)
         for layer in self.layers:
             q, k, v, out, *mlp = layer.matrices
-            sizes = (mixed * (1 + self.options.gated), kv, kv)
+            sizes, n_mixed = (mixed * (1 + self.options.gated), kv, kv), mixed
             if layer.recurrent is not None:
                 sizes = self._check_recurrent(layer.recurrent, wanted, hidden)
             if layer.short_conv is not None:
                 sizes = self._check_short_conv(layer.short_conv, wanted, hidden)
+            if layer.mamba is not None:
+                sizes = self._check_mamba(layer.mamba, wanted)
+                n_mixed = sizes[0]
             for matrix, n_out in zip((q, k, v), sizes, strict=True):
                 want(matrix, n_out, hidden)
-            want(out, hidden, mixed)
+            want(out, hidden, n_mixed)
             if mlp:
                 if len(mlp) not in (2, 3):
                     raise ValueError(f"an MLP of {len(mlp)} matrices")
@@ -243,6 +264,21 @@ class WeightMap:
         wanted.append((conv, (hidden, 1, options.n_taps)))
         return hidden, hidden, hidden
 
+    def _check_mamba(self, names: MambaNames, wanted: list[tuple[str | None, tuple[int, ...]]]) -> tuple[int, int, int]:
+        """Add what the weights of a layer with Mamba-2 must be to `wanted`; return the rows of its three matrices. Raises ValueError."""
+        options, mixed = self.options.mamba, self.options.n_heads * self.options.head_dim
+        if options is None or self.options.recurrent is not None or self.options.short_conv is not None:
+            raise ValueError("layers with Mamba-2 without their options, or beside other recurrent layers")
+        fits = options.n_heads % options.n_groups == 0 and options.state_size % PARTS == 0 and options.n_taps > 1
+        if not fits or (options.n_inner != mixed and (options.n_inner % DEPTH or mixed % DEPTH)):
+            raise ValueError(f"layers with Mamba-2 {options}, beside {self.options.n_heads} heads of {self.options.head_dim}")
+        heads, n_channels = (options.n_heads,), options.n_channels
+        wanted += [
+            (names.conv, (n_channels, 1, options.n_taps)), (names.conv_bias, (n_channels,)), (names.decay, heads),
+            (names.step_bias, heads), (names.skip, heads), (names.norm, (options.n_inner,)),
+        ]  # fmt: skip
+        return options.n_inner, n_channels, options.n_heads
+
     @property
     def has_experts(self) -> bool:
         return any(layer.experts for layer in self.layers)
@@ -258,6 +294,9 @@ class WeightMap:
         if options is not None:
             heads = options.n_value_heads, options.key_dim, options.value_dim
             return StateShape(n, options.n_key_heads, options.n_group_channels, TAPS, *heads)
+        if (mamba := self.options.mamba) is not None:
+            heads = mamba.n_heads, mamba.state_size, mamba.head_dim
+            return StateShape(n, mamba.n_heads // mamba.n_piece_heads, mamba.n_piece_channels, mamba.n_taps, *heads)
         return conv and StateShape(n, conv.n_channels // conv.n_group_channels, conv.n_group_channels, conv.n_taps)
 
     def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -330,6 +369,12 @@ class WeightMap:
             bias, out_norm = source[names.decay_bias].float32(), source[names.norm].float32()
             return RecurrentWeights(matrix(names.decay_gate, None), conv, (-np.exp(decay)).astype(np.float32), bias, out_norm)
 
+        def make_mamba(names: MambaNames) -> MambaWeights:
+            conv, decay = source[names.conv].float32()[:, 0].T, source[names.decay].float32().astype(np.float64)
+            bias = source[names.conv_bias].float32() if names.conv_bias else np.zeros(conv.shape[1], np.float32)
+            rest = (source[name].float32() for name in (names.step_bias, names.skip, names.norm))
+            return MambaWeights(np.concatenate([conv, bias[None]]), (-np.exp(decay)).astype(np.float32), *rest)
+
         layers = [
             LayerWeights(
                 tuple(select(name) for name in layer.matrices),
@@ -342,6 +387,7 @@ class WeightMap:
                 (norm(layer.post_norms[0]), norm(layer.post_norms[1])) if layer.post_norms else None,
                 make_recurrent(layer.recurrent) if layer.recurrent else None,
                 source[layer.short_conv].float32()[:, 0].T if layer.short_conv else None,
+                make_mamba(layer.mamba) if layer.mamba else None,
             )
             for layer in self.layers
         ]
@@ -363,8 +409,9 @@ def layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
         pairs = {name: tuple(experts[name]) for name in ("router", "activation") if isinstance(experts[name], list)}
         experts = ExpertsMap(**{**experts, **pairs, "weights": weights})
     recurrent = RecurrentNames(*found["recurrent"]) if found["recurrent"] else None
+    mamba = MambaNames(*found["mamba"]) if found["mamba"] else None
     matrices = [MatrixName(*name) for name in found["matrices"]]
-    return LayerWeightMap(**{**found, "matrices": matrices, "experts": experts, "recurrent": recurrent})
+    return LayerWeightMap(**{**found, "matrices": matrices, "experts": experts, "recurrent": recurrent, "mamba": mamba})
 
 
 def _list_expert_shapes(found: ExpertsMap, source: TensorSource, hidden: int) -> list[tuple[str | None, tuple[int, ...]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,17 @@ from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
-from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions, RecurrentOptions, ShortConvOptions
-from ngramspec.backends.cpu.weight_map import ExpertsMap, LayerWeightMap, MatrixName, QueryScale, RecurrentNames, Rotary, WeightMap
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, MambaOptions, ModelOptions, RecurrentOptions, ShortConvOptions
+from ngramspec.backends.cpu.weight_map import (
+    ExpertsMap,
+    LayerWeightMap,
+    MambaNames,
+    MatrixName,
+    QueryScale,
+    RecurrentNames,
+    Rotary,
+    WeightMap,
+)
 from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.tensor_source import TensorSource
 
@@ -40,7 +50,8 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
 _HEAD_NORMS, _LATE_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")), ("query_layernorm", "key_layernorm")
 _SECOND_NORMS = ("post_attention_layernorm", "ffn_norm")  # of layers whose MLP does not see what attention sees
 _OUTPUTS = ("o_proj", "out_proj")  # names of attention's last matrix
-_MLPS = ("mlp", "block_sparse_moe", "feed_forward")
+_MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
+_BESIDE_EXPERTS = "shared_mlp"  # an MLP that every row has, and that may be the only one
 _Names = Callable[[str], MatrixName]  # of the module at a path
 
 
@@ -62,10 +73,10 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     n_kv, head_dim = shapes[0]
     rotaries = _read_rotaries(_get_rotary(base), head_dim)
     options = _read_options(model, rotaries, head_dim)
-    types = list(rotaries or ())
+    types, only_rotary = list(rotaries or ()), NO_ROTARY if _get_rotary(base) is None else 0
     of_layers = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     found = [
-        _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else 0, n_kv * head_dim)
+        _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else only_rotary, n_kv * head_dim)
         for layer, of_layer in zip(layers, of_layers, strict=True)
     ]
     norms = {described for m in model.modules() if (described := _describe_norm(m))}
@@ -110,8 +121,8 @@ def _is_centred(norm: nn.Module | None) -> bool:
 
 def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary] | None:
     """Return the rotary embeddings by the type of their layers ("" if there is one for all); None for another kind of them."""
-    if module is None:
-        return None
+    if module is None:  # no layer has one; cosines of 1 stand in for it
+        return {"": Rotary([0.0] * (head_dim // 2), 1.0)}
     found = {}
     for kind in getattr(module, "layer_types", None) or [""]:
         prefix = f"{kind}_" if kind else ""
@@ -153,23 +164,29 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     base: Any = model.base_model
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
-    attentions: list[Any] = [layer.self_attn for layer in base.layers if hasattr(layer, "self_attn")]
+    attending: list[Any] = [layer for layer in base.layers if getattr(layer, "self_attn", None) is not None]
+    attentions: list[Any] = [layer.self_attn for layer in attending]
     outputs: list[Any] = [next((getattr(attn, name) for name in _OUTPUTS if hasattr(attn, name)), None) for attn in attentions]
     if not all(hasattr(attn, "scaling") and isinstance(output, CpuPackedLinear) for attn, output in zip(attentions, outputs, strict=True)):
         return None
     gated = {_is_gated(attn, output.in_features) for attn, output in zip(attentions, outputs, strict=True)}
-    mixers = [layer.linear_attn for layer in base.layers if hasattr(layer, "linear_attn")]
-    recurrent = {_read_recurrent_options(mixer, int(getattr(config, "linear_key_repeats", 1))) for mixer in mixers}
+    delta_nets = [layer.linear_attn for layer in base.layers if hasattr(layer, "linear_attn")]
+    recurrent = {_read_recurrent_options(mixer, int(getattr(config, "linear_key_repeats", 1))) for mixer in delta_nets}
     convs = {_read_conv_options(layer.conv) for layer in base.layers if hasattr(layer, "conv")}
+    mixers = [layer.mamba for layer in base.layers if getattr(layer, "mamba", None) is not None]
+    mambas = {_read_mamba_options(mixer) for mixer in mixers}
     mlps = [module for module in model.modules() if isinstance(module, fused_ops.GatedMLP | fused_ops.PlainMLP)]
     activations = {module.activation for module in mlps} or {SILU}
     alike = {
         (float(attn.scaling), float(getattr(attn, "attn_logit_softcapping", None) or 0), float(getattr(layer, "residual_multiplier", 1)))
-        for layer, attn in ((layer, layer.self_attn) for layer in base.layers if hasattr(layer, "self_attn"))
+        for layer, attn in zip(attending, attentions, strict=True)
     }
     norm, n_rotated = _describe_norm(_get_last_norm(base)), {2 * len(each.frequencies) for each in (rotaries or {}).values()}
     differs = any(len(each) != 1 for each in (activations, alike, gated, n_rotated))
-    if differs or None in recurrent | convs or max(len(recurrent), len(convs)) > 1 or rotaries is None or norm is None:
+    states = recurrent, convs, mambas
+    if differs or any(None in each or len(each) > 1 for each in states) or rotaries is None or norm is None:
+        return None
+    if any(np.float32(mixer.norm.variance_epsilon) != np.float32(norm.eps) for mixer in mixers):
         return None
     scale, softcap, residual_scale = alike.pop()
     return ModelOptions(
@@ -182,6 +199,7 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0][0], None)),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0), gated=gated.pop(),
         recurrent=recurrent.pop() if recurrent else None, short_conv=convs.pop() if convs else None,
+        mamba=mambas.pop() if mambas else None,
     )  # fmt: skip
 
 
@@ -192,10 +210,12 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     """
     children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
     attn: Any = children.get("self_attn")
-    recurrence, conv = children.pop("linear_attn", None), children.pop("conv", None)
+    recurrence, conv, mamba = (children.pop(name, None) for name in ("linear_attn", "conv", "mamba"))
     mlp = next((name for name in _MLPS if name in children), "")
     mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
     dense = f"{mlp}.shared_expert" if mixed and mixed.shared else mlp
+    if mixed and children.pop(_BESIDE_EXPERTS, None) is not None:
+        mixed, dense = replace(mixed, shared=moe.SHARED_FULLY), _BESIDE_EXPERTS
     of_norms = {name: child for name, child in children.items() if name not in ("self_attn", mlp)}
     norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*(pairs[0] or ()), *(pairs[1] or ())}), None)
     if norms is None or not all(_describe_norm(norm) for norm in of_norms.values()):
@@ -206,6 +226,8 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         return _map_recurrent_layer(layer, path, names, recurrence, dense, mixed, norms)
     if conv is not None:
         return _map_conv_layer(layer, path, names, conv, dense, mixed, norms)
+    if mamba is not None:
+        return _map_mamba_layer(layer, path, names, mamba, dense, mixed, norms)
     parts = dict(attn.named_children()) if attn is not None else {}
     head_names = next((pair for pair in (*_HEAD_NORMS, _LATE_NORMS) if pair[0] in parts), _HEAD_NORMS[0])
     heads: list[Any] = [parts.pop(name, None) for name in head_names]
@@ -304,6 +326,38 @@ def _map_conv_layer(
     return LayerWeightMap(
         matrices=[*divided, names(f"{path}.conv.out_proj"), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
         head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, short_conv=f"{path}.conv.conv.weight",
+    )  # fmt: skip
+
+
+def _read_mamba_options(mixer: Any) -> MambaOptions | None:
+    """Return the options of a layer with Mamba-2; None for another kind of recurrence."""
+    if not type(mixer).__name__.endswith("MambaLayer") or mixer.activation not in ("silu", "swish"):
+        return None
+    sizes = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size, mixer.conv_kernel_size
+    if mixer.norm.group_size * mixer.n_groups != mixer.num_heads * mixer.head_dim:
+        return None
+    return MambaOptions(*sizes, *(float(limit) for limit in mixer.time_step_limit))
+
+
+def _map_mamba_layer(
+    layer: nn.Module, path: str, names: _Names, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+) -> LayerWeightMap | None:
+    """Return the map of a layer with Mamba-2 in place of attention; `dense`: path of its MLP within the layer."""
+    options, at = _read_mamba_options(mixer), f"{path}.mamba"
+    inside = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
+    inputs, output = getattr(mixer, "in_proj", None), getattr(mixer, "out_proj", None)
+    if options is None or inside is None or norms[0] is None or not isinstance(output, CpuPackedLinear):
+        return None
+    sizes = options.n_inner, options.n_channels, options.n_heads
+    if not isinstance(inputs, CpuPackedLinear) or inputs.out_features != sum(sizes):
+        return None
+    divided, conv = _divide_rows(names(f"{at}.in_proj"), sizes), names(f"{at}.conv1d")
+    if divided is None:
+        return None
+    return LayerWeightMap(
+        matrices=[*divided, names(f"{at}.out_proj"), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
+        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed,
+        mamba=MambaNames(conv[0], conv[1], f"{at}.A_log", f"{at}.dt_bias", f"{at}.D", f"{at}.norm.weight"),
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ SCALED = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+MAMBA = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "smollm3": ("smollm3", {}, [0, 3]),
     "ministral3": ("ministral3", {}, [0]),
@@ -66,6 +67,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         {"layer_types": ["conv", "full_attention"] * 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
         [0, 1, 2, 3],
     ),
+    "granitemoehybrid": ("granitemoehybrid", MAMBA | GRANITE, [0, 2]),
+    "granitemoehybrid, experts": (
+        "granitemoehybrid",
+        MAMBA | GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 3, "position_embedding_type": "rope", "mamba_n_groups": 1},
+        [0, 2],
+    ),
+    "granitemoehybrid, bounds": (
+        "granitemoehybrid",
+        MAMBA
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False, "time_step_limit": (0.04, 0.06), "mamba_d_conv": 3, "mamba_d_head": 32}
+        | {"mamba_n_heads": 4, "tie_word_embeddings": True},
+        [0, 2],
+    ),
+    "granitemoehybrid, attention alone": (
+        "granitemoehybrid",
+        GRANITE | {"layer_types": ["full_attention"] * 8, "position_embedding_type": "rope"},
+        [0],
+    ),
 }
 """Name in transformers, options, and the first layer of each kind."""
 COMPILED = (
@@ -97,8 +116,16 @@ COMPILED = (
     "qwen2_moe",
     "mixtral",
     "gpt_oss",
+    "granitemoehybrid, attention alone",
 )
-RECURRENT = ("lfm2", "lfm2, four taps", "lfm2_moe")  # whose modules would have to keep states
+RECURRENT = (
+    "lfm2",
+    "lfm2, four taps",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "granitemoehybrid, experts",
+    "granitemoehybrid, bounds",
+)  # whose modules would have to keep states
 
 
 def model_of(name: str, **overrides: Any) -> Any:
@@ -147,7 +174,9 @@ def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
     check(runner, model_of(name), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "gemma3", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "name", ["smollm3", "gemma3", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss", "lfm2_moe", "granitemoehybrid, experts"]
+)
 def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) -> None:
     """Sharp attention and routers of experts over keys and values of 16 bits."""
     options = FAMILIES[name][1] if name in FAMILIES else {"exaone4": {"sliding_window": 8}}[name]
@@ -207,15 +236,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"layers 0, 2, 4, 6 are of type '(mamba|linear_attention)'",
     ),
-    "granitemoehybrid": (
-        EXPERTS
-        | {
-            "shared_intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16,
-            "layer_types": ["mamba", "attention"] * 4,
-        },
-        r"layers 0, 2, 4, 6 are of type '(mamba|linear_attention)'",
-    ),
-    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "neither Qwen3.5's form nor LFM2's"),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2 nor Granite 4"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2 nor Granite 4"),
 }  # fmt: skip
 
 

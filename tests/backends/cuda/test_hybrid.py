@@ -243,8 +243,12 @@ def test_what_cannot_be_computed_is_refused(on_device: Engine, device: str) -> N
             tiny.tiny_model("qwen3_5_moe_text", **HYBRID | {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}),
             max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9,
         )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="layers 0, 1, 3, 4 are of type 'conv'"):
-        CudaRunner(tiny.tiny_model("lfm2").to(device), max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9)
+    for family, reason in (
+        ("lfm2", "layers 0, 1, 3, 4 are of type 'conv'"),
+        ("granitemoehybrid", "layers 0, 3 are of type 'linear_attention'"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"{reason}.*the CPU computes them"):
+            CudaRunner(tiny.tiny_model(family).to(device), max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9)
 
 
 @pytest.mark.soak

@@ -31,7 +31,10 @@ TILE_ROWS = HOST.chains // TILE_PANELS
 SCORE_STEP, MIX_STEP = (2, 1) if HOST.chains >= 24 else (8, 8)
 TILE_BLOCKS = TILE_PANELS * WIDTH // BLOCK  # Blocks of keys that `score_blocks` multiplies at a time.
 assert TILE_BLOCKS * BLOCK == TILE_PANELS * WIDTH
-COLUMNS, PARTS = 32, 4  # of `advance_state`: columns at a time, which the first cache holds, and chains of a sum, for their latency
+COLUMNS, PARTS = (
+    32,
+    4,
+)  # of states of recurrent layers: columns at a time, which the first cache holds, and chains of a sum, for their latency
 LOWEST = -3.0e38  # A score whose weight in the softmax is zero.
 _MOST = 65504.0  # The largest float16.
 
@@ -283,6 +286,34 @@ def multiply_add(typing_context, panels, rows, x, x_at, x_step, n_rows, w, w_at,
     return types.void(panels, rows, x, whole, whole, whole, w, whole, whole, whole, y, whole, whole), codegen
 
 
+def _emit_sum_of_parts(builder: Any, totals: list[Any]) -> list[Any]:
+    """Add the totals of PARTS chains in pairs: vectors of COLUMNS sums."""
+    while len(totals) > COLUMNS // WIDTH:
+        half = len(totals) // 2
+        totals = [builder.fadd(a, b) for a, b in zip(totals[:half], totals[half:], strict=True)]
+    return totals
+
+
+def _emit_state_loop(e: Emitter, turns: Any, states: tuple[Any, ...], vectors: tuple[Any, ...], decay: Any, added: list[Any]) -> None:
+    """Emit state after = decay · state before + x ⊗ added, and what y reads from it: yᵀ · state.
+
+    `turns`: of PARTS rows; `states`: addresses of both; `vectors`: of x, of y and of room for what is read; `added`: vectors of COLUMNS.
+    """
+    builder, (before, after), (first, second, out), n_vectors = e.b, states, vectors, len(added)
+    with e.loop(turns, [ZEROS] * (PARTS * n_vectors)) as (i, totals, ends):
+        number, row = builder.mul(i, LONG(4 * PARTS)), builder.mul(i, LONG(4 * PARTS * COLUMNS))
+        for part in range(PARTS):
+            x, y = (e.spread(e.load(e.offset(builder.add(at, number), 4 * part), FLOAT, 4)) for at in (first, second))
+            for c in range(n_vectors):
+                place = 4 * (part * COLUMNS + c * WIDTH)
+                state = e.load(e.offset(builder.add(before, row), place), FLOATS, 4)
+                state = e.fma(x, added[c], builder.fmul(decay, state))
+                e.store(state, e.offset(builder.add(after, row), place))
+                ends.append(e.fma(y, state, totals[part * n_vectors + c]))
+    for c, total in enumerate(_emit_sum_of_parts(builder, ends)):
+        e.store(total, e.offset(out, 4 * WIDTH * c))
+
+
 @intrinsic
 def advance_state(typing_context, states, vectors, n_dim, rates):
     """Compute COLUMNS columns of a state [n_dim, COLUMNS] of Gated DeltaNet a token later, and what a query reads from it.
@@ -294,43 +325,39 @@ def advance_state(typing_context, states, vectors, n_dim, rates):
 
     def codegen(context, builder, signature, args):
         e = Emitter(builder, HOST)
-        n_dim = args[2]
         (before, after), (k, q, v, out), rates = (cgutils.unpack_tuple(builder, args[i]) for i in (0, 1, 3))
         n_vectors, (decay, beta) = COLUMNS // WIDTH, (e.spread(rate) for rate in rates)
-        turns, none = builder.sdiv(n_dim, LONG(PARTS)), [ZEROS] * (PARTS * n_vectors)
-
-        def add_parts(totals: list[Any]) -> list[Any]:
-            while len(totals) > n_vectors:
-                half = len(totals) // 2
-                totals = [builder.fadd(a, b) for a, b in zip(totals[:half], totals[half:], strict=True)]
-            return totals
-
-        def locate(i: Any) -> tuple[Any, Any]:
-            return builder.mul(i, LONG(4 * PARTS)), builder.mul(i, LONG(4 * PARTS * COLUMNS))
-
-        with e.loop(turns, none) as (i, totals, ends):
-            number, row = locate(i)
+        turns = builder.sdiv(args[2], LONG(PARTS))
+        with e.loop(turns, [ZEROS] * (PARTS * n_vectors)) as (i, totals, ends):
+            number, row = builder.mul(i, LONG(4 * PARTS)), builder.mul(i, LONG(4 * PARTS * COLUMNS))
             for part in range(PARTS):
                 x = e.spread(e.load(e.offset(builder.add(k, number), 4 * part), FLOAT, 4))
                 for c in range(n_vectors):
                     state = e.load(e.offset(builder.add(before, row), 4 * (part * COLUMNS + c * WIDTH)), FLOATS, 4)
                     ends.append(e.fma(x, state, totals[part * n_vectors + c]))
         deltas = []
-        for c, total in enumerate(add_parts(ends)):
+        for c, total in enumerate(_emit_sum_of_parts(builder, ends)):
             target = e.load(e.offset(v, 4 * WIDTH * c), FLOATS, 4)
             deltas.append(builder.fmul(builder.fsub(target, builder.fmul(decay, total)), beta))
-        with e.loop(turns, none) as (i, totals, ends):
-            number, row = locate(i)
-            for part in range(PARTS):
-                x, y = (e.spread(e.load(e.offset(builder.add(at, number), 4 * part), FLOAT, 4)) for at in (k, q))
-                for c in range(n_vectors):
-                    place = 4 * (part * COLUMNS + c * WIDTH)
-                    state = e.load(e.offset(builder.add(before, row), place), FLOATS, 4)
-                    state = e.fma(x, deltas[c], builder.fmul(decay, state))
-                    e.store(state, e.offset(builder.add(after, row), place))
-                    ends.append(e.fma(y, state, totals[part * n_vectors + c]))
-        for c, total in enumerate(add_parts(ends)):
-            e.store(total, e.offset(out, 4 * WIDTH * c))
+        _emit_state_loop(e, turns, (before, after), (k, q, out), decay, deltas)
         return context.get_dummy_value()
 
     return types.void(states, vectors, types.int64, rates), codegen
+
+
+@intrinsic
+def add_to_state(typing_context, states, vectors, n_dim, decay):
+    """Compute COLUMNS columns of a state [n_dim, COLUMNS] of Mamba-2 a token later, and what is read from it.
+
+    As `advance_state`, with `vectors`: addresses of B and C [n_dim], of what is added times B [COLUMNS], and of room for what is read.
+    """
+
+    def codegen(context, builder, signature, args):
+        e = Emitter(builder, HOST)
+        (before, after), (b, c, x, out) = (cgutils.unpack_tuple(builder, args[i]) for i in (0, 1))
+        added = [e.load(e.offset(x, 4 * at), FLOATS, 4) for at in range(0, COLUMNS, WIDTH)]
+        turns = builder.sdiv(args[2], LONG(PARTS))
+        _emit_state_loop(e, turns, (before, after), (b, c, out), e.spread(args[3]), added)
+        return context.get_dummy_value()
+
+    return types.void(states, vectors, types.int64, types.float32), codegen

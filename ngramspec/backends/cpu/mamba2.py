@@ -1,0 +1,146 @@
+"""Compute layers with Mamba-2 in place of attention (Granite 4, Nemotron-H) over trees of rows.
+
+A head's state S [N, P] after a token is decay · S + B ⊗ dt · x, and its output is Cᵀ S + D · x, where x, B and C come from a convolution
+over the token and the few before it, and dt and decay from the token alone. `recurrent_rows` says in which order rows are computed. The
+outputs of all heads are gated and normed together (`norm_gated_row`).
+
+A piece of work is some heads that have B and C in common; these are convolved again in each piece. Columns of a state do not depend on each
+other, so COLUMNS of them, which the first cache holds, are taken through all rows. The module knows rows and states, nothing of requests;
+`recurrent_pool` has the states.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ngramspec.backends.cpu.codegen.simd import COLUMNS, add_to_state
+from ngramspec.backends.cpu.formats import DEPTH, WIDTH
+from ngramspec.backends.cpu.llama_layers import EPS
+from ngramspec.backends.cpu.llama_pass import run_product_part
+from ngramspec.backends.cpu.matmul import PANELS, locate_rows
+from ngramspec.backends.cpu.norms import compute_norm_scale
+from ngramspec.backends.cpu.recurrent_rows import convolve_rows, find_slots, note_positions, plan_rows
+from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.datastore.code_cache import njit
+from ngramspec.sampling.numeric import compute_silu, compute_softplus, exp, fma
+
+_F = np.float32
+N_HEADS, HEAD_DIM, N_GROUPS, STATE_SIZE, PIECE_HEADS = range(5)  # indices of the layers' options
+DECAY, STEP_BIAS, SKIP, LEAST_STEP, MOST_STEP = range(5)  # indices of a layer's rates [5, heads]
+
+
+@njit(cache=True, nogil=True)
+def gather_channels(source, piece, options, to):
+    """Copy what the heads of a piece see of all channels [C] to [heads · P + 2 · N]: x of every head, B, C."""
+    n_x, n_state, n_inner = options[PIECE_HEADS] * options[HEAD_DIM], options[STATE_SIZE], options[N_HEADS] * options[HEAD_DIM]
+    group = piece * options[PIECE_HEADS] // (options[N_HEADS] // options[N_GROUPS])
+    to[:n_x] = source[piece * n_x : (piece + 1) * n_x]
+    for i in range(2):
+        first, at = n_inner + (i * options[N_GROUPS] + group) * n_state, n_x + i * n_state
+        to[at : at + n_state] = source[first : first + n_state]
+
+
+@njit(cache=True, nogil=True)
+def _mix_rows(piece, i_layer, rows, weights, states, slot, options, out):
+    """Compute the heads of one piece for all rows of one sequence, to out [T, heads · P].
+
+    `rows`: the pass, inputs [T, columns] of its rows, columns of x and dt in them, and the sequence's span of rows. `weights`: convolutions
+    with their biases, rates. `states`: see `recurrent_pool.RecurrentPool.states`.
+    """
+    p, inputs, (x_at, step_at), (first, root, end) = rows
+    conv, rates = weights
+    at, state, tails, _, log_rates, _, kept_state, _ = states
+    n_heads, n_dim, n_state = options[PIECE_HEADS], options[HEAD_DIM], options[STATE_SIZE]
+    n_x, n_taps, bias = n_heads * n_dim, tails.shape[3] + 1, conv[i_layer, piece, tails.shape[3] + 1]
+    width = n_x + 2 * n_state
+    gathered = np.empty((end - first, width), np.float32)
+    for r in range(first, end):
+        gather_channels(inputs[r, x_at:], piece, options, gathered[r - first])
+    plan = plan_rows(p, rows[3], at[slot, i_layer])
+    start, (n_replayed, n_certain, n_to_boundary), deepest, order, depths = plan
+    n, n_blocks = order.shape[0], state.shape[3]
+    mixed = np.empty((n, width), np.float32)
+    convolve_rows(piece, i_layer, gathered, plan, rows[3], conv[i_layer, piece, :n_taps], states, slot, mixed)
+    for s in range(n):
+        for j in range(width):
+            mixed[s, j] = compute_silu(mixed[s, j] + bias[j])
+    added, read = np.zeros((n, n_blocks * COLUMNS), np.float32), np.empty((n, n_blocks * COLUMNS), np.float32)
+    work, decays = np.empty((deepest + 1, n_state, COLUMNS), np.float32), np.empty(n, np.float32)
+    for h in range(n_heads):
+        head = piece * n_heads + h
+        for s in range(n):
+            row = order[s]
+            if row < 0:
+                decays[s], step = log_rates[slot, i_layer, s, head, 0], log_rates[slot, i_layer, s, head, 1]
+            else:
+                step = compute_softplus(inputs[row, step_at + head] + rates[i_layer, STEP_BIAS, head])
+                step = min(max(step, rates[i_layer, LEAST_STEP, head]), rates[i_layer, MOST_STEP, head])
+                decays[s] = exp(step * rates[i_layer, DECAY, head])
+            for j in range(n_dim):
+                added[s, j] = step * mixed[s, h * n_dim + j]
+            if s >= n_certain:
+                node = row - root - 1
+                log_rates[slot, i_layer, node, head, 0], log_rates[slot, i_layer, node, head, 1] = decays[s], step
+        for block in range(n_blocks):
+            known = state[slot, i_layer, head, block]
+            if start == 0:
+                known[:, :] = _F(0)
+            for s in range(n):
+                depth = depths[s]
+                before = work[depth - 1].ctypes.data if depth > 1 else known.ctypes.data
+                after = work[depth].ctypes.data if depth else known.ctypes.data
+                b, c = mixed[s, n_x:].ctypes.data, mixed[s, n_x + n_state :].ctypes.data
+                vectors = b, c, added[s, block * COLUMNS :].ctypes.data, read[s, block * COLUMNS :].ctypes.data
+                add_to_state((before, after), vectors, n_state, decays[s])
+                if s == n_to_boundary - 1:
+                    kept_state[slot, i_layer, head, block] = known
+        skip = rates[i_layer, SKIP, head]
+        for s in range(n_replayed, n):
+            for j in range(n_dim):
+                out[order[s], head * n_dim + j] = fma(skip, mixed[s, h * n_dim + j], read[s, j])
+
+
+@njit(cache=True, nogil=True)
+def run_mamba2(part, layer, shared):
+    """Run the parts of a layer's recurrence, from `part` on: from the normed rows to the heads' outputs."""
+    model, p = shared.model, shared.current
+    state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
+    m, tables = model.weights[0][7 * layer : 7 * layer + 3], model.weights[1]
+    which, _, _, options, _, conv, rates, _, states = model.recurrent
+    normed, codes, act_scales, inputs, mixed = model.work[2], model.work[3], model.work[4], model.work[5], model.work[7]
+    i_layer, n_pieces, columns = which[layer], conv.shape[1], np.zeros(3, np.int64)
+    for i in range(2):
+        columns[i + 1] = columns[i] + m[i, PANELS] * WIDTH
+    wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
+    run_product_part(state, part, n_threads, m, columns, tables, n_rows, wide, inputs)
+    slots = find_slots(p)
+    while True:
+        piece = take_piece(state, part + 1, n_pieces)
+        if piece >= n_pieces:
+            break
+        first = np.int64(0)
+        for b in range(slots.shape[0]):
+            rows = p, inputs, (columns[1], columns[2]), (first, np.int64(p.roots[b]), np.int64(p.ends[b]))
+            _mix_rows(piece, i_layer, rows, (conv, rates), states, slots[b], options, mixed)
+            first = np.int64(p.ends[b])
+        finish_piece(state, part + 1)
+    wait_for_pieces(state, part + 1, n_pieces)
+    note_positions(p, i_layer, slots, states)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def norm_gated_row(r, layer, shared):
+    """Multiply the heads' outputs of row r by silu(z), and norm them in groups; nothing to do in layers with attention."""
+    model = shared.model
+    which, options, norms = model.recurrent[0], model.recurrent[3], model.recurrent[7]
+    if which[layer] < 0:
+        return
+    z, row, norm, eps = model.work[5][r], model.work[7][r], norms[which[layer]], model.weights[4][EPS]
+    n = options[N_HEADS] * options[HEAD_DIM] // options[N_GROUPS]
+    for first in range(0, n * options[N_GROUPS], n):
+        x = row[first : first + n]
+        for j in range(n):
+            x[j] *= compute_silu(z[first + j])
+        scale = compute_norm_scale(x, eps)
+        for j in range(n):
+            x[j] = norm[first + j] * (x[j] * scale)

@@ -1,0 +1,98 @@
+"""Layers with Mamba-2: long texts of folders with drafts, in the compiled pass, against transformers' own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import PreTrainedModel
+
+from ngramspec import Engine, SamplingParams
+from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.models.parameters import make_params_source
+
+LAYERS = {"num_hidden_layers": 8, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.2, "attention_multiplier": 0.2}
+SIZES = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dense": LAYERS | SIZES | GRANITE,
+    "experts": LAYERS | GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 3, "position_embedding_type": "rope"},
+}
+
+
+def make_model(name: str) -> PreTrainedModel:
+    return tiny.tiny_model("granitemoehybrid", std=0.15, **OPTIONS[name])
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("models"), name, lambda: make_model(name))
+
+
+def test_a_greedy_text_is_transformers(name: str, folder: Path) -> None:
+    model, prompt, n = make_model(name), [7, 8, 9, 10] * 5, 200
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
+    assert len(set(expected)) > 10, "no text that says anything"
+    params = SamplingParams(max_tokens=n, ignore_eos=True)
+    with Engine(str(folder), max_model_len=250) as engine:
+        engine.core.cost = tiny.FreeRows()
+        assert engine.complete(prompt, params, speculation=False).token_ids == expected
+        drafted = engine.complete(prompt, params, prediction=expected)
+        assert drafted.token_ids == expected
+        assert drafted.stats.accepted > n // 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature: float) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [np.resize(rng.integers(0, 250, int(rng.integers(3, 20))), int(rng.integers(30, 140))).tolist() for _ in range(8)]
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
+    with Engine(str(folder), max_model_len=250, max_seqs=8, max_rows=40) as engine:
+        expected = [engine.complete(prompt, params, speculation=False).token_ids for prompt in prompts]
+        assert engine.exactness == "bitwise"
+        assert engine.runner.is_recurrent
+        engine.core.cost = tiny.FreeRows()
+        got = engine.complete(prompts, params)
+        assert [each.token_ids for each in got] == expected
+        assert sum(each.stats.accepted for each in got) > 0
+
+
+def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
+    """It is read from a cache, and a pass reads addresses unchecked."""
+    model = tiny.tiny_model("granitemoehybrid")
+    found = CpuRunner(model, max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22).weight_map
+    assert found is not None
+    source = make_params_source(tiny.tiny_model("granitemoehybrid"))
+    again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
+    assert again == found
+    again.check(source)
+    options, mamba = found.options, found.options.mamba
+    assert mamba is not None
+    for wrong in (
+        options._replace(mamba=None), options._replace(n_heads=2), options._replace(mamba=mamba._replace(n_taps=3)),
+        options._replace(mamba=mamba._replace(state_size=18)), options._replace(mamba=mamba._replace(n_heads=9)),
+        options._replace(mamba=mamba._replace(head_dim=24)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"Mamba-2|is wanted|are wanted"):
+            replace(found, options=wrong).check(source)
+
+
+def test_states_of_many_prompts_are_kept() -> None:
+    prompts, params = [[i, *range(50, 90)] for i in range(70)], SamplingParams(max_tokens=1, ignore_eos=True)
+    with Engine(tiny.tiny_model("granitemoehybrid"), max_model_len=64, max_seqs=64, kv_memory=64 << 20) as engine:
+        assert sum(each.cached_tokens for each in engine.complete(prompts, params)) == 0
+        assert [each.cached_tokens for each in engine.complete(prompts, params)] == [32] * 70
