@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[3]
 def run_aot(file: str, function: str, timeout_s: float = 200) -> str:
     """Runs a function of a test file in a process without the interpreter; returns what it printed, raises what it raised."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), str(ROOT / "tests")])
+    found = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests"), env.get("PYTHONPATH", "")]  # the packages that the tests import
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, found))
     command = [sys.executable, __file__, str(Path(file).resolve()), function]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
