@@ -1,8 +1,9 @@
-"""Write a GGUF file in the shape of Qwen3.5, LFM2 or LFM2-MoE with random weights, to measure passes of hybrids without a model.
+"""Write a GGUF file in the shape of Qwen3.5, LFM2, LFM2-MoE or Granite 4 with random weights, to measure passes of hybrids without a model.
 
     python -m tools.random_hybrid OUT.gguf            # Qwen3.5-0.8B: 24 layers, 18 of them recurrent, 248,320 words
     python -m tools.random_hybrid OUT.gguf --family lfm2             # LFM2-1.2B: 16 layers, 10 of them short convolutions, 65,536 words
     python -m tools.random_hybrid OUT.gguf --family lfm2moe          # LFM2-8B-A1B: 24 layers, 32 experts, of which a token has 4
+    python -m tools.random_hybrid OUT.gguf --family granitehybrid    # granite-4.0-h-1b: 40 layers, 36 of them Mamba-2, 100,352 words
     python -m tools.random_hybrid OUT.gguf --hidden 4096 --layers 32 --heads 16 --kv-heads 4 --value-heads 32 --inner 12288     # 9B
 
 Matrices are Q4_K, those that llama.cpp's Q4_K_M mixture keeps better Q6_K. The tokenizer is SmolLM2's, with unused words behind it.
@@ -26,9 +27,11 @@ SHAPES = {
     },
     "lfm2": {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "inner": 8192, "words": 65_536},
     "lfm2moe": {"hidden": 2048, "layers": 24, "heads": 32, "kv_heads": 8, "inner": 7168, "words": 65_536},
+    "granitehybrid": {"hidden": 1536, "layers": 40, "heads": 12, "kv_heads": 4, "inner": 4096, "words": 100_352},
 }  # fmt: skip
-# Layers of LFM2-1.2B and LFM2-8B-A1B that are not convolutions.
-ATTENTION = {"lfm2": (2, 5, 8, 10, 12, 14), "lfm2moe": (2, 6, 10, 14, 18, 21)}
+# Layers of LFM2-1.2B, LFM2-8B-A1B and granite-4.0-h-1b that are attention.
+ATTENTION = {"lfm2": (2, 5, 8, 10, 12, 14), "lfm2moe": (2, 6, 10, 14, 18, 21), "granitehybrid": (5, 15, 25, 35)}
+MAMBA_HEAD = 64  # Outputs of a head of Granite 4's layers with Mamba-2.
 N_DENSE, N_EXPERTS, CHOSEN, WIDTH = 2, 32, 4, 1792  # of LFM2-8B-A1B: layers without experts, experts, those of a token, an expert's outputs
 
 
@@ -73,7 +76,7 @@ def write(args: argparse.Namespace) -> None:
     writer.add_head_count(args.heads)
     writer.add_layer_norm_rms_eps(1e-6)
     to.add("token_embd", args.words, args.hidden, six=True)
-    add_layer = (_start_qwen35 if args.family == "qwen35" else _start_lfm2)(to, args)
+    add_layer = {"qwen35": _start_qwen35, "granitehybrid": _start_granite}.get(args.family, _start_lfm2)(to, args)
     for i in range(args.layers):
         at = f"blk.{i}."
         better = i < args.layers // 8 or i >= 7 * args.layers // 8 or (i - args.layers // 8) % 3 == 2  # llama.cpp's rule
@@ -88,7 +91,7 @@ def write(args: argparse.Namespace) -> None:
             to.add(f"{at}ffn_gate", args.inner, args.hidden)
             to.add(f"{at}ffn_up", args.inner, args.hidden)
             to.add(f"{at}ffn_down", args.hidden, args.inner, better)
-    to.add_plain("token_embd_norm.weight" if args.family != "qwen35" else "output_norm.weight", np.ones(args.hidden))
+    to.add_plain("token_embd_norm.weight" if args.family.startswith("lfm2") else "output_norm.weight", np.ones(args.hidden))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -166,6 +169,44 @@ def _start_lfm2(to: _Matrices, args: argparse.Namespace) -> Callable[[int, bool]
             to.add(f"{at}shortconv.in_proj", 3 * hidden, hidden)
             to.add_plain(f"{at}shortconv.conv.weight", to.rng.standard_normal((hidden, 3)))
             to.add(f"{at}shortconv.out_proj", hidden, hidden)
+
+    return add_layer
+
+
+def _start_granite(to: _Matrices, args: argparse.Namespace) -> Callable[[int, bool], None]:
+    """Write what the file says of its layers; return what adds one."""
+    writer, hidden, head_dim, attention = to.writer, args.hidden, args.hidden // args.heads, ATTENTION[args.family]
+    mixed, channels, n_heads = 2 * hidden, 2 * hidden + 2 * STATE, 2 * hidden // MAMBA_HEAD
+    writer.add_head_count_kv([args.kv_heads if i in attention else 0 for i in range(args.layers)])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_attention_scale(head_dim**-1.0)
+    writer.add_embedding_scale(12.0)
+    writer.add_residual_scale(0.22)
+    writer.add_logit_scale(6.0)
+    writer.add_ssm_conv_kernel(TAPS)
+    writer.add_ssm_state_size(STATE)
+    writer.add_ssm_group_count(1)
+    writer.add_ssm_time_step_rank(n_heads)
+    writer.add_ssm_inner_size(mixed)
+
+    def add_layer(i: int, better: bool) -> None:
+        at = f"blk.{i}."
+        for norm in ("attn_norm", "ffn_norm"):
+            to.add_plain(f"{at}{norm}.weight", np.ones(hidden))
+        if i in attention:
+            to.add(f"{at}attn_q", hidden, hidden)
+            to.add(f"{at}attn_k", args.kv_heads * head_dim, hidden)
+            to.add(f"{at}attn_v", args.kv_heads * head_dim, hidden, better)
+            to.add(f"{at}attn_output", hidden, hidden)
+        else:
+            to.add(f"{at}ssm_in", mixed + channels + n_heads, hidden)
+            to.add(f"{at}ssm_out", hidden, mixed)
+            to.add_plain(f"{at}ssm_conv1d.weight", 0.5 * to.rng.standard_normal((channels, TAPS)))
+            to.add_plain(f"{at}ssm_conv1d.bias", 0.1 * to.rng.standard_normal(channels))
+            to.add_plain(f"{at}ssm_a", -to.rng.uniform(0.01, 16, (n_heads, 1)))
+            to.add_plain(f"{at}ssm_d", np.ones((n_heads, 1)))
+            to.add_plain(f"{at}ssm_dt.bias", to.rng.standard_normal(n_heads) - 4)
+            to.add_plain(f"{at}ssm_norm.weight", np.ones((1, mixed)))
 
     return add_layer
 
