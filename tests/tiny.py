@@ -90,6 +90,23 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "attention_multiplier": 0.25,
     },
+    "nemotron_h": {
+        "layers_block_type": [
+            "linear_attention",
+            "mlp",
+            "full_attention",
+            "linear_attention",
+            "full_attention",
+            "mlp",
+            "full_attention",
+            "full_attention",
+        ],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "head_dim": 16,
+    },
     "ministral3": {
         "head_dim": 16,
         "rope_parameters": {
@@ -136,7 +153,7 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
             else:
                 parameter.add_(noise * 0.1)
         for name, parameter in model.named_parameters():
-            if name.endswith("mamba.dt_bias"):  # states last for dozens of tokens
+            if name.endswith(("mamba.dt_bias", "mixer.dt_bias")):  # states last for dozens of tokens
                 parameter.sub_(3)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):

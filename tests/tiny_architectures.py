@@ -138,6 +138,13 @@ _MAMBA_KEYS = {
     "ssm.group_count": _MAMBA_GROUPS,
 }  # fmt: skip
 _GRANITE4_KEYS = _GRANITE | _MAMBA_KEYS | _EVERY_FOURTH
+# Nemotron-H: a layer is Mamba-2, attention or an MLP.
+_NEMOTRON_H = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mamba", "mlp"]
+_MIXERS: dict[str, Shapes] = {"mamba": _MAMBA, "mlp": _PLAIN, "attention": _SPLIT | _OUT}
+_NEMOTRON_H_KEYS = _MAMBA_KEYS | _WIDE | {
+    "attention.head_count_kv": [KV_HEADS if kind == "attention" else 0 for kind in _NEMOTRON_H],
+    "feed_forward_length": [INNER if kind == "mlp" else 0 for kind in _NEMOTRON_H], "attention.layer_norm_epsilon": 1e-5,
+}  # fmt: skip
 _NEXTN: Shapes = {
     "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "nextn.enorm.weight": (HIDDEN,), "nextn.hnorm.weight": (HIDDEN,),
     "nextn.shared_head_norm.weight": (HIDDEN,),
@@ -257,6 +264,7 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         "lfm2moe", _PRE | _SPLIT | _OUT | _HEAD_NORMS | _SHORT_CONV | _GATED | _EXPERTS | {"exp_probs_b.bias": (_N_EXPERTS,)},
         _LFM2_KEYS | _CHOICE | {"expert_feed_forward_length": _WIDTH, "leading_dense_block_count": 2, "expert_gating_func": 2}, False,
     ),
+    "nemotron_h": ("nemotron_h", _norms("attn_norm") | _MAMBA | _PLAIN | _SPLIT | _OUT, _NEMOTRON_H_KEYS, True),
     "granitehybrid": ("granitehybrid", _LLAMA | _MAMBA, _GRANITE4_KEYS | {"rope.scaling.finetuned": False}, False),
     "granitehybrid, rope": (
         "granitehybrid", _LLAMA | _MAMBA | _ONE_GROUP, _GRANITE4_KEYS | {"ssm.group_count": 1}, True,
@@ -324,12 +332,15 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
     """Return the tensors of one layer, of which Gemma 4 and hybrids have several sorts."""
     if "layer_output_scale.weight" in layer and not _LAST_IS_FULL[i]:
         layer = {name: shape for name, shape in layer.items() if name != "attn_v.weight"} | _GLOBAL
-    if isinstance(inner := keys.get("feed_forward_length"), list) and inner[i] != INNER:
+    if isinstance(inner := keys.get("feed_forward_length"), list) and inner[i] == 2 * INNER:
         layer = layer | {"ffn_gate.weight": (inner[i], HIDDEN), "ffn_up.weight": (inner[i], HIDDEN), "ffn_down.weight": (HIDDEN, inner[i])}
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
         of_head = i >= keys.get("block_count", LAYERS) - keys.get("nextn_predict_layers", 0)
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
+    if architecture == "nemotron_h":
+        mine = _MIXERS[_NEMOTRON_H[i]]
+        layer = {name: shape for name, shape in layer.items() if name in mine or name == "attn_norm.weight"}
     if architecture == "granitehybrid":
         others = _MAMBA if i % 4 == 3 else _SPLIT | _OUT
         layer = {name: shape for name, shape in layer.items() if name not in others}

@@ -361,7 +361,7 @@ def _get_layer_types(model: PreTrainedModel) -> list[str]:
 # What a configuration calls recurrent layers: of several kinds, and short convolutions.
 RECURRENT_LAYERS = ("linear_attention", "conv")
 # Ends of the names of modules that the CPU computes in place of attention: Gated DeltaNet, short convolutions, Mamba-2.
-CPU_RECURRENT_MODULES = ("GatedDeltaNet", "ShortConv", "MambaLayer")
+CPU_RECURRENT_MODULES = ("GatedDeltaNet", "ShortConv", "MambaLayer", "Mamba2Mixer")
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
@@ -374,7 +374,7 @@ def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
     is_computed, on_cpu = (
         any(type(module).__name__.endswith(tuple(ends)) for module in model.modules()) for ends in (recurrent, CPU_RECURRENT_MODULES)
     )
-    accepted = (*ATTENTION_LAYERS, *RECURRENT_LAYERS) if is_computed else ATTENTION_LAYERS
+    accepted = (*ATTENTION_LAYERS, *RECURRENT_LAYERS, "mlp") if is_computed else ATTENTION_LAYERS
     hint = "; the CPU computes them (device='cpu')" if on_cpu and not is_computed else ""
     for other in sorted(set(types) - set(accepted)):
         where = ", ".join(str(i) for i, each in enumerate(types) if each == other)

@@ -271,6 +271,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=configs.read_llama_or_mixtral),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
+    "nemotron_h": Architecture(
+        model_type="nemotron_h",
+        layer={"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
+        | {stem: path.replace("self_attn", "mixer") for stem, path in _ATTENTION.items()}
+        | {stem: f"mixer.{name}" for stem, name in _MAMBA.items()},
+        whole={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
+        rules={"ssm_a": "log of negative"},
+        configure=configs.read_nemotron_h,
+    ),
     "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=configs.read_olmo2),
     "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_olmoe),
     "phi3": Architecture(

@@ -176,12 +176,10 @@ def _read_layers_with_keys(metadata: GgufMetadata) -> tuple[int, list[bool]]:
     return kinds.pop(), [n > 0 for n in kv]
 
 
-def read_mamba(metadata: GgufMetadata, config: Config) -> Config:
-    """Read the sizes of layers with Mamba-2, as Granite 4's config names them."""
+def _read_mamba(metadata: GgufMetadata) -> tuple[int, int, int, int, int]:
+    """Read the sizes of layers with Mamba-2: heads, outputs of one, groups of heads, state, tokens that the convolution sees."""
     inner, n_heads, n_groups = (metadata.get_int(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "group_count"))
-    if inner < 1 or inner % config["hidden_size"]:
-        raise metadata.make_refusal("ssm.inner_size", inner, f"a multiple of embedding_length, {config['hidden_size']}")
-    if n_heads < 1 or inner % n_heads:
+    if not 0 < n_heads <= inner or inner % n_heads:
         raise metadata.make_refusal("ssm.time_step_rank", n_heads, f"a divisor of ssm.inner_size, {inner}")
     if n_groups < 1 or n_heads % n_groups:
         raise metadata.make_refusal("ssm.group_count", n_groups, f"a divisor of ssm.time_step_rank, {n_heads}")
@@ -190,10 +188,7 @@ def read_mamba(metadata: GgufMetadata, config: Config) -> Config:
         raise metadata.make_refusal("ssm.state_size", state, f"1 to {widest}, by its tensors")
     if not MOST_TAPS >= (taps := metadata.get_int("ssm.conv_kernel")) > 1:
         raise metadata.make_refusal("ssm.conv_kernel", taps, f"2 to {MOST_TAPS}")
-    return {
-        "mamba_n_heads": n_heads, "mamba_d_head": inner // n_heads, "mamba_n_groups": n_groups, "mamba_d_state": state,
-        "mamba_d_conv": taps, "mamba_expand": inner // config["hidden_size"],
-    }  # fmt: skip
+    return n_heads, inner // n_heads, n_groups, state, taps
 
 
 def read_granitehybrid(metadata: GgufMetadata, config: Config) -> Config:
@@ -209,12 +204,40 @@ def read_granitehybrid(metadata: GgufMetadata, config: Config) -> Config:
         raise metadata.make_refusal("expert_shared_feed_forward_length", n_shared, "1 and more")
     if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
         raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
-    return read_mamba(metadata, config) | _read_multipliers(metadata, config) | {
+    n_heads, head_dim, n_groups, state, taps = _read_mamba(metadata)
+    if n_heads * head_dim % config["hidden_size"]:
+        raise metadata.make_refusal("ssm.inner_size", n_heads * head_dim, f"a multiple of embedding_length, {config['hidden_size']}")
+    return _read_multipliers(metadata, config) | {
+        "mamba_n_heads": n_heads, "mamba_d_head": head_dim, "mamba_n_groups": n_groups, "mamba_d_state": state,
+        "mamba_d_conv": taps, "mamba_expand": n_heads * head_dim // config["hidden_size"],
         "num_key_value_heads": kv, "layer_types": [FULL if each else LINEAR for each in attends], "rope_parameters": metadata.get_rope(),
         "position_embedding_type": None if metadata.is_stated("rope.scaling.finetuned", False) else "rope",
         "attention_bias": metadata.has_tensor(f"blk.{i_attention}.attn_q.bias"), "intermediate_size": inner,
         "mamba_conv_bias": metadata.has_tensor(f"blk.{i_mamba}.ssm_conv1d.bias"), "mamba_proj_bias": False,
         "shared_intermediate_size": n_shared, "num_local_experts": experts.pop("num_experts"), **experts,
+    }  # fmt: skip
+
+
+def read_nemotron_h(metadata: GgufMetadata, config: Config) -> Config:
+    """Read Nemotron-H's config. A layer is attention if it has heads of keys, an MLP if that has a size, else Mamba-2."""
+    kv, attends = _read_layers_with_keys(metadata)
+    inner = metadata.get_per_layer("feed_forward_length")
+    if len(kinds := {n for n in inner if n}) != 1 or any(n and attend for n, attend in zip(inner, attends, strict=True)):
+        raise metadata.make_refusal("feed_forward_length", inner, "one size for layers that are an MLP, 0 for others")
+    types = [FULL if attend else "mlp" if n else LINEAR for n, attend in zip(inner, attends, strict=True)]
+    if LINEAR not in types:
+        raise metadata.make_refusal("attention.head_count_kv", [kv * attend for attend in attends], "0 for layers with Mamba-2")
+    if scale := metadata.get_float("attention.scale", 0.0):
+        raise metadata.make_refusal("attention.scale", scale, "0")
+    first = {kind: types.index(kind) for kind in ("mlp", LINEAR)}
+    n_heads, head_dim, n_groups, state, taps = _read_mamba(metadata)
+    eps = metadata.get_float("attention.layer_norm_epsilon", 1e-5)
+    return {
+        "mamba_num_heads": n_heads, "mamba_head_dim": head_dim, "n_groups": n_groups, "ssm_state_size": state, "conv_kernel": taps,
+        "layers_block_type": types, "num_key_value_heads": kv, "intermediate_size": kinds.pop(), "time_step_min": 0.0,
+        "layer_norm_epsilon": metadata.get_float("attention.layer_norm_rms_epsilon", eps), "use_bias": False,
+        "use_conv_bias": metadata.has_tensor(f"blk.{first[LINEAR]}.ssm_conv1d.bias"),
+        "mlp_bias": metadata.has_tensor(f"blk.{first['mlp']}.ffn_up.bias"),
     }  # fmt: skip
 
 

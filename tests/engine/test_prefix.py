@@ -39,7 +39,7 @@ def all_free(engine: Engine) -> None:
     assert engine.runner.pool.n_available == engine.runner.pool.n_blocks
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3_5_text", "lfm2", "granitemoehybrid"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3_5_text", "lfm2", "granitemoehybrid", "nemotron_h"])
 def trio(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine, Engine, Oracle]]:
     """Without cache and speculation; with both; with both and a pool in which two sequences have room. Drafts are right and wrong."""
     oracle = Oracle()

@@ -27,7 +27,7 @@ ROUNDED_ROWS = 5e-2  # activations of 8 bits, for experts in quant blocks
 GELU, QUANTISED, BY_MODULES = ("gemma", "starcoder2"), "mxfp4", "gemma4"
 
 
-GRANITE4 = ("granitehybrid", "granitehybrid, experts")
+MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h")
 
 
 def find_tolerance(case: str) -> float:
@@ -58,7 +58,7 @@ def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path)
     assert np.abs(mine[RECORD["rows"], : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
 
 
-@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *GRANITE4])
+@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *MAMBA])
 def test_drafts_batches_and_later_starts_change_no_token(case: str, tmp_path: Path) -> None:
     path = str(tiny_architectures.write(tmp_path / "model.gguf", case))
     prompts = [[5, 17, 88, 3, 42, 5, 17, 88], [9, 8], [7] * 40]
@@ -130,6 +130,10 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("granitehybrid", {"ssm__state_size": 1 << 30}, r"granitehybrid.ssm.state_size is 1073741824"),
         ("granitehybrid", {"ssm__conv_kernel": 1 << 30}, r"granitehybrid.ssm.conv_kernel is 1073741824.*2 to 16"),
         ("granitehybrid, experts", {"expert_shared_feed_forward_length": 0}, r"expert_shared_feed_forward_length is 0"),
+        ("nemotron_h", {"feed_forward_length": [0, 96, 0, 0, 64, 0, 0, 96]}, r"nemotron_h.feed_forward_length is \[0, 96.*one size"),
+        ("nemotron_h", {"feed_forward_length": 96}, r"nemotron_h.feed_forward_length is \[96, .*one size"),
+        ("nemotron_h", {"attention__scale": 0.5}, r"nemotron_h.attention.scale is 0.5"),
+        ("nemotron_h", {"ssm__time_step_rank": 3}, r"nemotron_h.ssm.time_step_rank is 3"),
         ("lfm2", {"attention__causal": False}, r"lfm2.attention.causal is False"),
         ("llama", {"embedding_length": [64] * 5000}, "array of 5000 values|is an array"),
     ],

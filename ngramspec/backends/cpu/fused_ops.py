@@ -70,13 +70,14 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.eps, self.offset = (weight + offset if offset else weight).detach().contiguous().numpy(), np.float32(eps), offset
+        self.weight = (weight + offset if offset else weight).detach().contiguous()
+        self.eps, self.offset = np.float32(eps), offset
 
     def rows(self, x: np.ndarray) -> np.ndarray:
         """Compute the norm of rows [T, N]."""
         out = np.empty_like(x)
         run = _rms_many if x.size >= PARALLEL else _rms_few
-        run(x, self.weight, self.eps, out)
+        run(x, self.weight.numpy(), self.eps, out)
         return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

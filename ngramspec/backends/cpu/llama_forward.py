@@ -19,16 +19,12 @@ from ngramspec.backends.cpu.gated_delta import gather_inputs, run_recurrent
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_layers import (
     DOWN,
-    GATE,
     OUT,
-    K,
     LayerWeights,
     MambaOptions,
     MambaWeights,
     ModelOptions,
-    Q,
     RecurrentOptions,
-    V,
     describe_experts,
     stack_norms,
 )
@@ -117,11 +113,11 @@ class LlamaDecoder:
         self.matrices = [
             *(m for layer in layers for m in layer.matrices), *(m for each in mixed for m in each.matrices), *more, embedding, head,
         ]  # fmt: skip
-        none = np.zeros(MATRIX, np.int64)
-        of_layers = [[m.fields for m in layer.matrices] for layer in layers]
-        for fields in of_layers:
-            fields[GATE:GATE] = [none] * (DOWN + 1 - len(fields))
-        self._matrices = np.stack([m for fields in of_layers for m in fields] + [embedding.fields, head.fields])
+        of_layers = np.zeros((len(layers), DOWN + 1, MATRIX), np.int64)
+        for fields, layer in zip(of_layers, layers, strict=True):
+            for i, m in (*enumerate(layer.mixer), *enumerate(layer.mlp, DOWN + 1 - len(layer.mlp))):
+                fields[i] = m.fields
+        self._matrices = np.concatenate([of_layers.reshape(-1, MATRIX), [embedding.fields, head.fields]])
         self._experts = describe_experts(layers)
         sinks = [layer.sinks for layer in layers if layer.sinks is not None]
         assert len(sinks) in (0, len(layers)), "sinks in some layers only"
@@ -263,9 +259,9 @@ class LlamaDecoder:
     def _ensure_buffers(self, n_rows: int) -> None:
         if self._buffers is None or self._buffers.n_rows < n_rows:
             n = max(16, 1 << (n_rows - 1).bit_length())
-            layer, n_heads, head_dim = self.layers[0].matrices, self.options.n_heads, self.options.head_dim
-            inputs = max(sum(each.matrices[i].weight.n_panels for i in (Q, K, V)) + _count_gates(each) for each in self.layers)
-            dense = [each.matrices[GATE].weight.n_panels for each in self.layers if len(each.matrices) > GATE]
+            n_heads, head_dim = self.options.n_heads, self.options.head_dim
+            inputs = max(sum(m.weight.n_panels for m in each.mixer[:OUT]) + _count_gates(each) for each in self.layers)
+            dense = [each.mlp[0].weight.n_panels for each in self.layers if each.mlp]
 
             def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
                 return np.zeros((n, *shape), dtype)
@@ -277,7 +273,7 @@ class LlamaDecoder:
             out = zeros(mixed)
             heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
             arrays = (
-                zeros(self.hidden), zeros(layer[OUT].weight.n_panels * WIDTH), zeros(wide), zeros(2, codes, dtype=np.int8),
+                zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), zeros(2, codes, dtype=np.int8),
                 zeros(2, codes // DEPTH, 4), zeros(inputs * WIDTH),
                 zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
                 zeros(2, _round_up(inner), dtype=np.int8), zeros(2, _round_up(inner) // DEPTH, 4),
@@ -323,8 +319,9 @@ def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) 
     taps; decays and their biases [R, 2, heads], for Mamba-2 rates [R, 5, heads]; norms [R, V].
     """
     found = [layer.recurrent for layer in layers if layer.recurrent]
-    options, keeps_state = of_model.recurrent, np.array([layer.keeps_state for layer in layers])
-    which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (keeps_state, ~keeps_state))
+    options, keeps_state = of_model.recurrent, [layer.keeps_state for layer in layers]
+    attends = [bool(layer.mixer) and not layer.keeps_state for layer in layers]
+    which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (keeps_state, attends))
     numbers = of_model.mamba.numbers if of_model.mamba else np.array(options or (0,) * len(RecurrentOptions._fields), np.int64)
     more = [each.decay_gate for each in found]
 

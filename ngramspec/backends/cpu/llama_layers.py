@@ -130,7 +130,8 @@ class MambaOptions(NamedTuple):
 
 class LayerWeights(NamedTuple):
     matrices: tuple[Matrix, ...]
-    """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone.
+    """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone; a
+    layer that is an MLP alone lacks Q to OUT.
 
     A recurrent layer has the matrices of its convolution's input, of z and of b in place of Q, K and V; one with a short convolution
     those of B, C and x (`short_conv`), one with Mamba-2 those of z, of its convolution's input and of dt.
@@ -152,6 +153,15 @@ class LayerWeights(NamedTuple):
     short_conv: np.ndarray | None = None
     """[taps, H] float32, in place of attention: factors of the earliest token's input to the token's own."""
     mamba: MambaWeights | None = None
+
+    @property
+    def mixer(self) -> tuple[Matrix, ...]:
+        """Q to OUT, or nothing."""
+        return self.matrices[:GATE] if len(self.matrices) >= GATE else ()
+
+    @property
+    def mlp(self) -> tuple[Matrix, ...]:
+        return self.matrices[len(self.mixer) :]
 
     @property
     def keeps_state(self) -> bool:

@@ -388,9 +388,10 @@ def run_thread(thread, shared):
                 _norm_and_quantise_row(x[r], norms, 2 * layer, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part)
         wait_for_pieces(state, part, pieces)
+        mixes = m[OUT, PANELS] > 0
         if recurrent[layer] >= 0:
             call_compiled(functions[RECURRENT], (part + 1, layer, shared))
-        else:
+        elif mixes:
             keys, values = all_keys[kv_layers[layer]], all_values[kv_layers[layer]]
             run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
             while True:
@@ -426,7 +427,7 @@ def run_thread(thread, shared):
                 finish_piece(state, part + 3)
             wait_for_pieces(state, part + 3, n_pieces)
         gates = functions[GATE_ROW] != 0
-        if quantise or gates:
+        if mixes and (quantise or gates):
             while True:
                 i = take_piece(state, part + 4, pieces)
                 if i >= pieces:
@@ -437,19 +438,21 @@ def run_thread(thread, shared):
                     quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
                 finish_piece(state, part + 4)
             wait_for_pieces(state, part + 4, pieces)
-        run_product_part(state, part + 5, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
-        while True:
-            i = take_piece(state, part + 6, pieces)
-            if i >= pieces:
-                break
-            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                _add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
-                i_norm = np.int64(-1) if form[PARALLEL] else 2 * layer + 1
-                _norm_and_quantise_row(x[r], norms, i_norm, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
-            finish_piece(state, part + 6)
-        wait_for_pieces(state, part + 6, pieces)
-        has_experts = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0
-        if not has_experts or experts[1][layer, moe.SHARED] != moe.NO_SHARED:
+        if mixes:
+            run_product_part(state, part + 5, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
+        has_experts, has_mlp = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0, m[DOWN, PANELS] > 0
+        if mixes and (has_experts or has_mlp):
+            while True:
+                i = take_piece(state, part + 6, pieces)
+                if i >= pieces:
+                    break
+                for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+                    _add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
+                    i_norm = np.int64(-1) if form[PARALLEL] else 2 * layer + 1
+                    _norm_and_quantise_row(x[r], norms, i_norm, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
+                finish_piece(state, part + 6)
+            wait_for_pieces(state, part + 6, pieces)
+        if has_mlp:
             first_matrix = GATE if m[GATE, PANELS] else UP
             _run_mlp_part(state, part + 7, threads, m[first_matrix : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)
             run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)

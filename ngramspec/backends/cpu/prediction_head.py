@@ -41,7 +41,7 @@ RING = -(-(WINDOW + MOST_ROWS) // BLOCK) + 1  # Blocks of a sequence's keys and 
 
 def make_head_map(weight_map: WeightMap, source: TensorSource) -> WeightMap | None:
     """Return the map of the head's layer, norm and the model's embedding and projection; None if there is no head that fits the model."""
-    like = next((layer for layer in weight_map.layers if not layer.keeps_state and layer.norms is not None), None)
+    like = next((layer for layer in weight_map.layers if layer.attends and layer.norms is not None), None)
     if FC not in source or like is None or like.norms is None:
         return None
     layer = _rename_parameters(like, f"{like.norms[0].rsplit('.', 2)[0]}.", HEAD_LAYER)

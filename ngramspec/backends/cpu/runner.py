@@ -123,7 +123,7 @@ class CpuRunner(LlamaRunner):
             self.weight_map = replace(self.weight_map, suitable_lengths=suitable_lengths)
         if self.weight_map is None and has_recurrent_layers(model):
             raise UnsupportedModelError(
-                f"{type(model).__name__}: its recurrent layers have the form of neither Qwen3.5, LFM2 nor Granite 4"
+                f"{type(model).__name__}: its recurrent layers have the form of neither Qwen3.5, LFM2, Granite 4 nor Nemotron-H"
             )
         self.policies = collect_policies(binder.matrices.values())
         self.has_experts = bool(binder.experts)

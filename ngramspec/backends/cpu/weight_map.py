@@ -19,6 +19,7 @@ from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import (
+    GATE,
     NO_ROTARY,
     SILU,
     LayerWeights,
@@ -108,6 +109,11 @@ class LayerWeightMap:
     def keeps_state(self) -> bool:
         return self.recurrent is not None or self.short_conv is not None or self.mamba is not None
 
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has keys and values: it keeps no state, and is no MLP alone."""
+        return not self.keeps_state and len(self.matrices) >= GATE
+
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
@@ -188,7 +194,7 @@ class WeightMap:
 
         want(MatrixName(*self.head), source[self.head[0]].shape[0], hidden)
         for layer in self.layers:
-            q, k, v, out, *mlp = layer.matrices
+            mixer, mlp = (layer.matrices[:GATE], layer.matrices[GATE:]) if len(layer.matrices) >= GATE else ([], layer.matrices)
             sizes, n_mixed = (mixed * (1 + self.options.gated), kv, kv), mixed
             if layer.recurrent is not None:
                 sizes = self._check_recurrent(layer.recurrent, wanted, hidden)
@@ -197,9 +203,9 @@ class WeightMap:
             if layer.mamba is not None:
                 sizes = self._check_mamba(layer.mamba, wanted)
                 n_mixed = sizes[0]
-            for matrix, n_out in zip((q, k, v), sizes, strict=True):
-                want(matrix, n_out, hidden)
-            want(out, hidden, n_mixed)
+            shapes = (*((n_out, hidden) for n_out in sizes), (hidden, n_mixed))
+            for matrix, of_matrix in zip(mixer, shapes, strict=bool(mixer) or layer.keeps_state):
+                want(matrix, *of_matrix)
             if mlp:
                 if len(mlp) not in (2, 3):
                     raise ValueError(f"an MLP of {len(mlp)} matrices")
@@ -207,8 +213,8 @@ class WeightMap:
                 for matrix in mlp[:-1]:
                     want(matrix, inner, hidden)
                 want(mlp[-1], hidden, inner)
-            elif layer.experts is None or layer.experts.shared != NO_SHARED:
-                raise ValueError("a layer has neither an MLP nor experts")
+            elif not mixer or (layer.experts is not None and layer.experts.shared != NO_SHARED):
+                raise ValueError("a layer lacks an MLP")
             if layer.experts:
                 wanted.extend(_list_expert_shapes(layer.experts, source, hidden))
             wanted.extend((name, (hidden,)) for name in (*(layer.norms or ()), *(layer.post_norms or ())))
@@ -224,7 +230,7 @@ class WeightMap:
             if name is not None and source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
         pairs = [norms for layer in self.layers for norms in (layer.norms, layer.head_norms, layer.post_norms) if norms is not None]
-        attending = [layer for layer in self.layers if not layer.keeps_state]
+        attending = [layer for layer in self.layers if layer.attends]
         if self.options.centred_heads and any(layer.head_norms is None for layer in attending):
             raise ValueError("heads without norms")
         alike = {(layer.norms is None, layer.post_norms is None) for layer in self.layers}
@@ -285,7 +291,7 @@ class WeightMap:
 
     def kv_shapes(self) -> list[tuple[int, int]]:
         """Return (n_kv_heads, head_dim) per layer with attention."""
-        return [(self.n_kv, self.options.head_dim)] * sum(not layer.keeps_state for layer in self.layers)
+        return [(self.n_kv, self.options.head_dim)] * sum(layer.attends for layer in self.layers)
 
     @property
     def state_shape(self) -> StateShape | None:

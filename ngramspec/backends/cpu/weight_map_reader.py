@@ -49,6 +49,7 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
 # Norms of queries and keys by name: before the rotary embedding, and after it.
 _HEAD_NORMS, _LATE_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")), ("query_layernorm", "key_layernorm")
 _SECOND_NORMS = ("post_attention_layernorm", "ffn_norm")  # of layers whose MLP does not see what attention sees
+_MIXER = "mixer"  # a layer's only part besides its norm
 _OUTPUTS = ("o_proj", "out_proj")  # names of attention's last matrix
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 _BESIDE_EXPERTS = "shared_mlp"  # an MLP that every row has, and that may be the only one
@@ -91,7 +92,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
 
 
 def _get_last_norm(base: Any) -> Any:
-    return getattr(base, "norm", None) or getattr(base, "embedding_norm", None)
+    return next((getattr(base, name) for name in ("norm", "embedding_norm", "norm_f") if hasattr(base, name)), None)
 
 
 def _get_rotary(base: Any) -> Any:
@@ -164,8 +165,8 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     base: Any = model.base_model
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
-    attending: list[Any] = [layer for layer in base.layers if getattr(layer, "self_attn", None) is not None]
-    attentions: list[Any] = [layer.self_attn for layer in attending]
+    attending: list[Any] = [layer for layer in base.layers if _get_attention(layer) is not None]
+    attentions: list[Any] = [_get_attention(layer) for layer in attending]
     outputs: list[Any] = [next((getattr(attn, name) for name in _OUTPUTS if hasattr(attn, name)), None) for attn in attentions]
     if not all(hasattr(attn, "scaling") and isinstance(output, CpuPackedLinear) for attn, output in zip(attentions, outputs, strict=True)):
         return None
@@ -173,7 +174,7 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     delta_nets = [layer.linear_attn for layer in base.layers if hasattr(layer, "linear_attn")]
     recurrent = {_read_recurrent_options(mixer, int(getattr(config, "linear_key_repeats", 1))) for mixer in delta_nets}
     convs = {_read_conv_options(layer.conv) for layer in base.layers if hasattr(layer, "conv")}
-    mixers = [layer.mamba for layer in base.layers if getattr(layer, "mamba", None) is not None]
+    mixers = [mixer for layer in base.layers if (mixer := _get_mamba(layer)) is not None]
     mambas = {_read_mamba_options(mixer) for mixer in mixers}
     mlps = [module for module in model.modules() if isinstance(module, fused_ops.GatedMLP | fused_ops.PlainMLP)]
     activations = {module.activation for module in mlps} or {SILU}
@@ -195,7 +196,8 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", 1)),
         logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),
         n_rotated=n_rotated.pop() % head_dim, interleaved=_is_interleaved(model, rotaries, head_dim), layer_norm=norm.subtracts_mean,
-        late_norms=hasattr(attentions[0], _LATE_NORMS[0]), parallel=not any(hasattr(base.layers[0], name) for name in _SECOND_NORMS),
+        late_norms=hasattr(attentions[0], _LATE_NORMS[0]),
+        parallel=not any(hasattr(base.layers[0], name) for name in (*_SECOND_NORMS, _MIXER)),
         centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0][0], None)),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0), gated=gated.pop(),
         recurrent=recurrent.pop() if recurrent else None, short_conv=convs.pop() if convs else None,
@@ -208,6 +210,8 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
 
     `rotary`: number of its rotary embedding; `kv`: outputs of all heads of keys.
     """
+    if hasattr(layer, _MIXER):
+        return _map_mixer_layer(layer, path, names, kv)
     children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
     attn: Any = children.get("self_attn")
     recurrence, conv, mamba = (children.pop(name, None) for name in ("linear_attn", "conv", "mamba"))
@@ -331,7 +335,7 @@ def _map_conv_layer(
 
 def _read_mamba_options(mixer: Any) -> MambaOptions | None:
     """Return the options of a layer with Mamba-2; None for another kind of recurrence."""
-    if not type(mixer).__name__.endswith("MambaLayer") or mixer.activation not in ("silu", "swish"):
+    if not _is_mamba(mixer) or mixer.activation not in ("silu", "swish"):
         return None
     sizes = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size, mixer.conv_kernel_size
     if mixer.norm.group_size * mixer.n_groups != mixer.num_heads * mixer.head_dim:
@@ -343,22 +347,71 @@ def _map_mamba_layer(
     layer: nn.Module, path: str, names: _Names, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
 ) -> LayerWeightMap | None:
     """Return the map of a layer with Mamba-2 in place of attention; `dense`: path of its MLP within the layer."""
-    options, at = _read_mamba_options(mixer), f"{path}.mamba"
     inside = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
-    inputs, output = getattr(mixer, "in_proj", None), getattr(mixer, "out_proj", None)
-    if options is None or inside is None or norms[0] is None or not isinstance(output, CpuPackedLinear):
-        return None
-    sizes = options.n_inner, options.n_channels, options.n_heads
-    if not isinstance(inputs, CpuPackedLinear) or inputs.out_features != sum(sizes):
-        return None
-    divided, conv = _divide_rows(names(f"{at}.in_proj"), sizes), names(f"{at}.conv1d")
-    if divided is None:
+    matrices = _map_mamba(mixer, f"{path}.mamba", names)
+    if inside is None or norms[0] is None or matrices is None:
         return None
     return LayerWeightMap(
-        matrices=[*divided, names(f"{at}.out_proj"), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
-        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed,
-        mamba=MambaNames(conv[0], conv[1], f"{at}.A_log", f"{at}.dt_bias", f"{at}.D", f"{at}.norm.weight"),
+        matrices=[*matrices, *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
+        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, mamba=_name_mamba(f"{path}.mamba", names),
     )  # fmt: skip
+
+
+def _map_mamba(mixer: Any, at: str, names: _Names) -> list[MatrixName] | None:
+    """Return the names of the matrices of Mamba-2 at a path; None for another recurrence, or if one does not begin with a panel."""
+    options, inputs, output = _read_mamba_options(mixer), getattr(mixer, "in_proj", None), getattr(mixer, "out_proj", None)
+    if options is None or not isinstance(inputs, CpuPackedLinear) or not isinstance(output, CpuPackedLinear):
+        return None
+    sizes = options.n_inner, options.n_channels, options.n_heads
+    if inputs.out_features != sum(sizes) or (divided := _divide_rows(names(f"{at}.in_proj"), sizes)) is None:
+        return None
+    return [*divided, names(f"{at}.out_proj")]
+
+
+def _name_mamba(at: str, names: _Names) -> MambaNames:
+    conv = names(f"{at}.conv1d")
+    return MambaNames(conv[0], conv[1], f"{at}.A_log", f"{at}.dt_bias", f"{at}.D", f"{at}.norm.weight")
+
+
+def _map_mixer_layer(layer: Any, path: str, names: _Names, kv: int) -> LayerWeightMap | None:
+    """Return the map of a layer of Nemotron-H: a norm, and Mamba-2, attention without rotary embedding or an MLP."""
+    mixer, at = layer.mixer, f"{path}.{_MIXER}"
+    if dict(layer.named_children()).keys() != {"norm", _MIXER} or not _describe_norm(layer.norm):
+        return None
+    matrices: list[MatrixName] | None
+    if _is_mamba(mixer):
+        matrices = _map_mamba(mixer, at, names)
+    elif _get_attention(layer) is not None:
+        parts = dict(mixer.named_children())
+        o = parts.pop("o_proj", None)
+        matrices = _map_projections(parts, at, names, o.in_features, kv) if isinstance(o, CpuPackedLinear) else None
+        if parts or matrices is None or getattr(mixer.config, "sliding_window", None):
+            return None
+        matrices.append(names(f"{at}.o_proj"))
+    else:
+        matrices = _map_mlp(mixer, at, names)
+    if matrices is None:
+        return None
+    return LayerWeightMap(
+        matrices=matrices, norms=[names(f"{path}.norm")[0]] * 2, head_norms=None, window=0, rotary=NO_ROTARY,
+        mamba=_name_mamba(at, names) if _is_mamba(mixer) else None,
+    )  # fmt: skip
+
+
+def _is_mamba(mixer: Any) -> bool:
+    return type(mixer).__name__.endswith(("MambaLayer", "Mamba2Mixer"))
+
+
+def _get_mamba(layer: Any) -> Any:
+    """Return a layer's Mamba-2, or None."""
+    mixer = getattr(layer, _MIXER, None)
+    return mixer if _is_mamba(mixer) else getattr(layer, "mamba", None)
+
+
+def _get_attention(layer: Any) -> Any:
+    """Return a layer's attention, or None."""
+    mixer = getattr(layer, _MIXER, None)
+    return mixer if hasattr(mixer, "q_proj") else getattr(layer, "self_attn", None)
 
 
 def _has_rotary(attn: Any) -> bool:

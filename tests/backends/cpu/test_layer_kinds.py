@@ -29,6 +29,18 @@ SCALED = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 MAMBA = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
+NEMOTRON = {
+    "layers_block_type": [
+        "linear_attention",
+        "mlp",
+        "linear_attention",
+        "full_attention",
+        "mlp",
+        "linear_attention",
+        "linear_attention",
+        "mlp",
+    ],
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "smollm3": ("smollm3", {}, [0, 3]),
     "ministral3": ("ministral3", {}, [0]),
@@ -85,6 +97,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         GRANITE | {"layer_types": ["full_attention"] * 8, "position_embedding_type": "rope"},
         [0],
     ),
+    "nemotron_h": ("nemotron_h", NEMOTRON, [0, 1, 3]),
+    "nemotron_h, biases": (
+        "nemotron_h",
+        NEMOTRON | {"use_bias": True, "use_conv_bias": False, "mlp_bias": True, "time_step_min": 0.05, "mamba_head_dim": 40, "n_groups": 1},
+        [0, 1, 3],
+    ),
 }
 """Name in transformers, options, and the first layer of each kind."""
 COMPILED = (
@@ -125,6 +143,8 @@ RECURRENT = (
     "granitemoehybrid",
     "granitemoehybrid, experts",
     "granitemoehybrid, bounds",
+    "nemotron_h",
+    "nemotron_h, biases",
 )  # whose modules would have to keep states
 
 
@@ -231,13 +251,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": (EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96}, r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention'"),
     "nemotron_h": (
         {
-            "layers_block_type": ["mamba", "attention"] * 4, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1,
-            "ssm_state_size": 16, "head_dim": 16,
+            "layers_block_type": ["mamba", "attention", "moe", "mlp"] * 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
         },
-        r"layers 0, 2, 4, 6 are of type '(mamba|linear_attention)'",
+        "layers 2, 6 are of type 'moe'",
     ),
-    "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2 nor Granite 4"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2 nor Granite 4"),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
 }  # fmt: skip
 
 

@@ -21,14 +21,18 @@ from ngramspec.models.parameters import make_params_source
 LAYERS = {"num_hidden_layers": 8, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
 GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.2, "attention_multiplier": 0.2}
 SIZES = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "dense": LAYERS | SIZES | GRANITE,
-    "experts": LAYERS | GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 3, "position_embedding_type": "rope"},
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "position_embedding_type": "rope"}
+BLOCKS = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention", "linear_attention", "mlp"]
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("granitemoehybrid", LAYERS | SIZES | GRANITE),
+    "experts": ("granitemoehybrid", LAYERS | GRANITE | EXPERTS),
+    "nemotron": ("nemotron_h", {"layers_block_type": BLOCKS, "mamba_num_heads": 16, "mamba_head_dim": 8, "ssm_state_size": 16}),
 }
 
 
 def make_model(name: str) -> PreTrainedModel:
-    return tiny.tiny_model("granitemoehybrid", std=0.15, **OPTIONS[name])
+    family, options = OPTIONS[name]
+    return tiny.tiny_model(family, std=0.15, **options)
 
 
 @pytest.fixture(scope="module", params=OPTIONS)
