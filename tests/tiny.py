@@ -156,7 +156,7 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
             if name.endswith(("mamba.dt_bias", "mixer.dt_bias")):  # states last for dozens of tokens
                 parameter.sub_(3)
         for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.generation_config.eos_token_id = EOS
     return model.eval().requires_grad_(False)

@@ -140,7 +140,10 @@ _MAMBA_KEYS = {
 _GRANITE4_KEYS = _GRANITE | _MAMBA_KEYS | _EVERY_FOURTH
 # Nemotron-H: a layer is Mamba-2, attention or an MLP.
 _NEMOTRON_H = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mamba", "mlp"]
-_MIXERS: dict[str, Shapes] = {"mamba": _MAMBA, "mlp": _PLAIN, "attention": _SPLIT | _OUT}
+_UNGATED_EXPERTS: Shapes = {name: shape for name, shape in _EXPERTS.items() if "gate_exps" not in name} | {
+    "exp_probs_b.bias": (_N_EXPERTS,), "ffn_up_shexp.weight": (INNER, HIDDEN), "ffn_down_shexp.weight": (HIDDEN, INNER),
+}  # fmt: skip
+_MIXERS: dict[str, Shapes] = {"mamba": _MAMBA, "mlp": _PLAIN | _UNGATED_EXPERTS, "attention": _SPLIT | _OUT}
 _NEMOTRON_H_KEYS = _MAMBA_KEYS | _WIDE | {
     "attention.head_count_kv": [KV_HEADS if kind == "attention" else 0 for kind in _NEMOTRON_H],
     "feed_forward_length": [INNER if kind == "mlp" else 0 for kind in _NEMOTRON_H], "attention.layer_norm_epsilon": 1e-5,
@@ -265,6 +268,13 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         _LFM2_KEYS | _CHOICE | {"expert_feed_forward_length": _WIDTH, "leading_dense_block_count": 2, "expert_gating_func": 2}, False,
     ),
     "nemotron_h": ("nemotron_h", _norms("attn_norm") | _MAMBA | _PLAIN | _SPLIT | _OUT, _NEMOTRON_H_KEYS, True),
+    "nemotron_h_moe": (
+        "nemotron_h_moe", _norms("attn_norm") | _MAMBA | _UNGATED_EXPERTS | _SPLIT | _OUT,
+        _NEMOTRON_H_KEYS | _CHOICE | {
+            "feed_forward_length": [_WIDTH if kind == "mlp" else 0 for kind in _NEMOTRON_H], "expert_feed_forward_length": _WIDTH,
+            "expert_shared_feed_forward_length": INNER, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+        }, True,
+    ),
     "granitehybrid": ("granitehybrid", _LLAMA | _MAMBA, _GRANITE4_KEYS | {"rope.scaling.finetuned": False}, False),
     "granitehybrid, rope": (
         "granitehybrid", _LLAMA | _MAMBA | _ONE_GROUP, _GRANITE4_KEYS | {"ssm.group_count": 1}, True,
@@ -338,7 +348,7 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
         of_head = i >= keys.get("block_count", LAYERS) - keys.get("nextn_predict_layers", 0)
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
-    if architecture == "nemotron_h":
+    if architecture.startswith("nemotron_h"):
         mine = _MIXERS[_NEMOTRON_H[i]]
         layer = {name: shape for name, shape in layer.items() if name in mine or name == "attn_norm.weight"}
     if architecture == "granitehybrid":

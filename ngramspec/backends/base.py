@@ -374,7 +374,7 @@ def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
     is_computed, on_cpu = (
         any(type(module).__name__.endswith(tuple(ends)) for module in model.modules()) for ends in (recurrent, CPU_RECURRENT_MODULES)
     )
-    accepted = (*ATTENTION_LAYERS, *RECURRENT_LAYERS, "mlp") if is_computed else ATTENTION_LAYERS
+    accepted = (*ATTENTION_LAYERS, *RECURRENT_LAYERS, "mlp", "moe") if is_computed else ATTENTION_LAYERS
     hint = "; the CPU computes them (device='cpu')" if on_cpu and not is_computed else ""
     for other in sorted(set(types) - set(accepted)):
         where = ", ".join(str(i) for i, each in enumerate(types) if each == other)

@@ -159,17 +159,20 @@ class ExpertWeights:
     """The names of the weights of a layer's experts, and how they lie."""
 
     gate_up: tuple[str, str | None]
-    """Names of weight [E, 2 · N, K] and bias [E, 2 · N]."""
+    """Names of weight [E, 2 · N, K] and bias [E, 2 · N]; of up alone, [E, N, K] without bias, if experts are not gated."""
     down: tuple[str, str | None]
     """Names of weight [E, K, N] and bias [E, K]."""
     interleaved: bool = False
     """Whether the rows of gate and up lie in turns."""
     transposed: bool = False
     """Whether both weights have their last two dimensions the other way round."""
+    gated: bool = True
 
     def open(self, source: TensorSource) -> list[tuple[StoredTensor, np.ndarray | None]]:
-        """Return weight [E, N, K] and bias [E, N] float32 of gate, up and down. Raises KeyError."""
+        """Return weight [E, N, K] and bias [E, N] float32 of gate, up and down, or of up and down. Raises KeyError."""
         stored = [source[name] for name, _ in (self.gate_up, self.down)]
+        if not self.gated:
+            return [(each, None) for each in stored]
         if self.transposed:
             stored = [transpose_experts(each) for each in stored]
         biases: list[np.ndarray | None] = [None] * 3
@@ -182,8 +185,8 @@ class ExpertWeights:
     def list_shapes(self, source: TensorSource, hidden: int) -> list[tuple[str | None, tuple[int, ...]]]:
         """List the names of weights and biases and the shapes that they must have, given that of the first. Raises KeyError, ValueError."""
         n_experts, a, b = source[self.gate_up[0]].shape
-        inner = (b if self.transposed else a) // 2
-        shapes = [(n_experts, 2 * inner, hidden), (n_experts, hidden, inner)]
+        inner = (b if self.transposed else a) // (1 + self.gated)
+        shapes = [(n_experts, (1 + self.gated) * inner, hidden), (n_experts, hidden, inner)]
         if self.transposed:
             shapes = [(e, k, n) for e, n, k in shapes]
         biases = [(n_experts, 2 * inner), (n_experts, hidden)]

@@ -182,6 +182,12 @@ _LFM2 = (
     | {f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
     | {f"ffn_{name}": f"feed_forward.w{i}" for i, name in enumerate(("gate", "down", "up"), 1)}
 )
+_NEMOTRON_H = (
+    {"attn_norm": "norm"}
+    | {stem: path.replace("self_attn", "mixer") for stem, path in _ATTENTION.items()}
+    | {stem: f"mixer.{name}" for stem, name in _MAMBA.items()}
+)
+_NEMOTRON_H_WHOLE = {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"}
 _GRANITE_EXPERTS = {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()}
 _LFM2_WHOLE = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 ARCHITECTURES: dict[str, Architecture] = {
@@ -273,12 +279,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
     "nemotron_h": Architecture(
         model_type="nemotron_h",
-        layer={"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
-        | {stem: path.replace("self_attn", "mixer") for stem, path in _ATTENTION.items()}
-        | {stem: f"mixer.{name}" for stem, name in _MAMBA.items()},
-        whole={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
+        layer=_NEMOTRON_H | {"ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},
+        whole=_NEMOTRON_H_WHOLE,
         rules={"ssm_a": "log of negative"},
         configure=configs.read_nemotron_h,
+    ),
+    "nemotron_h_moe": Architecture(
+        model_type="nemotron_h",
+        layer=_NEMOTRON_H
+        | {f"ffn_{name}_exps": f"mixer.experts.{name}_proj" for name in ("up", "down")}
+        | {f"ffn_{name}_shexp": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")}
+        | {"ffn_gate_inp": "mixer.gate", "exp_probs_b": "mixer.gate.e_score_correction"},
+        whole=_NEMOTRON_H_WHOLE,
+        rules={"ssm_a": "log of negative"},
+        configure=configs.read_nemotron_h_moe,
     ),
     "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=configs.read_olmo2),
     "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_olmoe),

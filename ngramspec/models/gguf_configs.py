@@ -134,15 +134,15 @@ def read_qwen(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {"use_sliding_window": False, "sliding_window": None}
 
 
-def read_experts(metadata: GgufMetadata, normalise: bool, scoring: int = SOFTMAX) -> Config:
-    """Read how experts are chosen, and check that it is what the architecture's model computes."""
+def read_experts(metadata: GgufMetadata, normalise: bool, scoring: int = SOFTMAX, *, scaled: bool = False) -> Config:
+    """Read how experts are chosen, and check that it is what the architecture's model computes; `scaled`: their weights may be."""
     n, chosen = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
     if not 0 < chosen <= n:
         raise metadata.make_refusal("expert_used_count", chosen, f"1 to {n}")
     for key, value in (("expert_gating_func", scoring), ("expert_group_count", 1)):
         if (stated := metadata.get_int(key, value)) not in (0, value):
             raise metadata.make_refusal(key, stated, str(value))
-    if (scale := metadata.get_float("expert_weights_scale", 1.0)) not in (0.0, 1.0):
+    if (scale := metadata.get_float("expert_weights_scale", 1.0)) not in (0.0, 1.0) and not scaled:
         raise metadata.make_refusal("expert_weights_scale", scale, "1")
     if metadata.is_stated("expert_weights_norm", not normalise):
         raise metadata.make_refusal("expert_weights_norm", not normalise, str(normalise).lower())
@@ -179,11 +179,13 @@ def _read_layers_with_keys(metadata: GgufMetadata) -> tuple[int, list[bool]]:
 def _read_mamba(metadata: GgufMetadata) -> tuple[int, int, int, int, int]:
     """Read the sizes of layers with Mamba-2: heads, outputs of one, groups of heads, state, tokens that the convolution sees."""
     inner, n_heads, n_groups = (metadata.get_int(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "group_count"))
+    widest = max(n for tensor in metadata.file.tensors.values() for n in tensor.shape)
+    if not 0 < inner <= widest:
+        raise metadata.make_refusal("ssm.inner_size", inner, f"1 to {widest}, by its tensors")
     if not 0 < n_heads <= inner or inner % n_heads:
         raise metadata.make_refusal("ssm.time_step_rank", n_heads, f"a divisor of ssm.inner_size, {inner}")
     if n_groups < 1 or n_heads % n_groups:
         raise metadata.make_refusal("ssm.group_count", n_groups, f"a divisor of ssm.time_step_rank, {n_heads}")
-    widest = max(n for tensor in metadata.file.tensors.values() for n in tensor.shape)
     if not 0 < (state := metadata.get_int("ssm.state_size")) <= widest:
         raise metadata.make_refusal("ssm.state_size", state, f"1 to {widest}, by its tensors")
     if not MOST_TAPS >= (taps := metadata.get_int("ssm.conv_kernel")) > 1:
@@ -219,25 +221,39 @@ def read_granitehybrid(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_nemotron_h(metadata: GgufMetadata, config: Config) -> Config:
-    """Read Nemotron-H's config. A layer is attention if it has heads of keys, an MLP if that has a size, else Mamba-2."""
+    """Read Nemotron-H's config. A layer is attention if it has heads of keys, an MLP or experts if these have a size, else Mamba-2."""
     kv, attends = _read_layers_with_keys(metadata)
     inner = metadata.get_per_layer("feed_forward_length")
     if len(kinds := {n for n in inner if n}) != 1 or any(n and attend for n, attend in zip(inner, attends, strict=True)):
         raise metadata.make_refusal("feed_forward_length", inner, "one size for layers that are an MLP, 0 for others")
-    types = [FULL if attend else "mlp" if n else LINEAR for n, attend in zip(inner, attends, strict=True)]
+    kind = "moe" if metadata.get_int("expert_count", 0) else "mlp"
+    types = [FULL if attend else kind if n else LINEAR for n, attend in zip(inner, attends, strict=True)]
     if LINEAR not in types:
         raise metadata.make_refusal("attention.head_count_kv", [kv * attend for attend in attends], "0 for layers with Mamba-2")
     if scale := metadata.get_float("attention.scale", 0.0):
         raise metadata.make_refusal("attention.scale", scale, "0")
-    first = {kind: types.index(kind) for kind in ("mlp", LINEAR)}
     n_heads, head_dim, n_groups, state, taps = _read_mamba(metadata)
     eps = metadata.get_float("attention.layer_norm_epsilon", 1e-5)
     return {
         "mamba_num_heads": n_heads, "mamba_head_dim": head_dim, "n_groups": n_groups, "ssm_state_size": state, "conv_kernel": taps,
         "layers_block_type": types, "num_key_value_heads": kv, "intermediate_size": kinds.pop(), "time_step_min": 0.0,
         "layer_norm_epsilon": metadata.get_float("attention.layer_norm_rms_epsilon", eps), "use_bias": False,
-        "use_conv_bias": metadata.has_tensor(f"blk.{first[LINEAR]}.ssm_conv1d.bias"),
-        "mlp_bias": metadata.has_tensor(f"blk.{first['mlp']}.ffn_up.bias"),
+        "use_conv_bias": metadata.has_tensor(f"blk.{types.index(LINEAR)}.ssm_conv1d.bias"),
+        "mlp_bias": metadata.has_tensor(f"blk.{types.index(kind)}.ffn_up.bias"),
+    }  # fmt: skip
+
+
+def read_nemotron_h_moe(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of Nemotron-H with experts, whose sums may be scaled."""
+    if latent := metadata.get_int("moe_latent_size", 0):
+        raise metadata.make_refusal("moe_latent_size", latent, "0")
+    normalise = metadata.is_stated("expert_weights_norm", True)
+    experts = read_experts(metadata, normalise, SIGMOID, scaled=True)
+    return read_nemotron_h(metadata, config) | {
+        "n_routed_experts": experts.pop("num_experts"), **experts, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": metadata.get_float("expert_weights_scale", 0.0) or 1.0,
+        "moe_intermediate_size": metadata.get_same("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length"),
     }  # fmt: skip
 
 

@@ -98,7 +98,10 @@ def _check_sizes(gguf: Gguf, config: dict[str, Any]) -> None:
     for key, most in [*((key, len(gguf.tensors)) for key in layers), *((key, widest) for key in sizes)]:
         if key in config and not (isinstance(config[key], int) and 0 < config[key] <= most):
             raise UnsupportedModelError(f"{gguf.path}: {key} is {config[key]!r} by its metadata; accepted: 1 to {most}, by its tensors")
-    optional = ("hidden_size_per_layer_input", "moe_intermediate_size", "num_experts", "num_local_experts")
+    optional = (
+        "hidden_size_per_layer_input", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size",
+        "num_experts", "num_local_experts", "n_routed_experts",
+    )  # fmt: skip
     others = [(key, config[key]) for key in optional if config.get(key)]
     others += [item for layer in config.get("per_layer_config", {}).values() for item in layer.items()]
     for key, value in others:

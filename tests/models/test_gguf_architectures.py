@@ -27,7 +27,7 @@ ROUNDED_ROWS = 5e-2  # activations of 8 bits, for experts in quant blocks
 GELU, QUANTISED, BY_MODULES = ("gemma", "starcoder2"), "mxfp4", "gemma4"
 
 
-MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h")
+MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe")
 
 
 def find_tolerance(case: str) -> float:
@@ -132,6 +132,9 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("granitehybrid, experts", {"expert_shared_feed_forward_length": 0}, r"expert_shared_feed_forward_length is 0"),
         ("nemotron_h", {"feed_forward_length": [0, 96, 0, 0, 64, 0, 0, 96]}, r"nemotron_h.feed_forward_length is \[0, 96.*one size"),
         ("nemotron_h", {"feed_forward_length": 96}, r"nemotron_h.feed_forward_length is \[96, .*one size"),
+        ("nemotron_h_moe", {"moe_latent_size": 16}, r"nemotron_h_moe.moe_latent_size is 16"),
+        ("nemotron_h_moe", {"expert_group_count": 2}, r"nemotron_h_moe.expert_group_count is 2"),
+        ("nemotron_h", {"ssm__inner_size": 1 << 30}, r"nemotron_h.ssm.inner_size is 1073741824"),
         ("nemotron_h", {"attention__scale": 0.5}, r"nemotron_h.attention.scale is 0.5"),
         ("nemotron_h", {"ssm__time_step_rank": 3}, r"nemotron_h.ssm.time_step_rank is 3"),
         ("lfm2", {"attention__causal": False}, r"lfm2.attention.causal is False"),
@@ -150,6 +153,8 @@ def test_what_a_model_cannot_be_is_refused_by_key(tmp_path: Path, case: str, cha
         ("gemma4", {"attention__key_length": 1 << 30, "attention__value_length": 1 << 30, "rope__dimension_count": 1 << 30}, "head_dim is"),
         ("gpt-oss", {"expert_count": 1 << 30}, "num_local_experts is 1073741824"),
         ("lfm2moe", {"expert_feed_forward_length": 1 << 30}, "moe_intermediate_size is 1073741824"),
+        ("nemotron_h_moe", {"expert_count": 1 << 30}, "n_routed_experts is 1073741824"),
+        ("granitehybrid, experts", {"expert_shared_feed_forward_length": 1 << 30}, "shared_intermediate_size is 1073741824"),
         ("gpt-oss", {"attention__sliding_window": 0}, r"sliding_window is 0 by its metadata; accepted: 1 and more"),
     ],
 )

@@ -36,7 +36,7 @@ class Experts(NamedTuple):
     """The experts of one layer."""
 
     matrices: tuple[Matrix, Matrix, Matrix, Matrix]
-    """GATE to ROUTER. The first three have E times the panels of one expert."""
+    """GATE to ROUTER. The first three have E times the panels of one expert. If experts are not gated, GATE and UP are the same."""
     n_experts: int
     top_k: int
     scoring: int
@@ -52,9 +52,10 @@ class Experts(NamedTuple):
 
     @property
     def fields(self) -> np.ndarray:
-        """[4, MATRIX] int64: fields of the matrices, those of experts with PANELS of one expert."""
+        """[4, MATRIX] int64: fields of the matrices, those of experts with PANELS of one expert, UP with 0 if they are not gated."""
         fields = np.stack([m.fields for m in self.matrices])
         fields[:ROUTER, PANELS] //= self.n_experts
+        fields[UP, PANELS] *= self.matrices[UP] is not self.matrices[GATE]
         return fields
 
     @property
@@ -237,7 +238,9 @@ def _shift_rows(inputs, row, step):
 
 @njit(cache=True, nogil=True)
 def _run_inner_part(state, part, m, code, choice, n_active, row_inputs, pair_inputs, pairs):
-    """Compute gate · up of all pairs, and its codes. A piece is one expert's rows and 256 of the products' outputs.
+    """Compute gate · up of all pairs, or what experts without a gate make of up, and its codes.
+
+    A piece is one expert's rows and 256 of the products' outputs.
 
     `code`, `choice`: see `run_chosen`; `row_inputs`, `pair_inputs`: where rows and gathered rows lie.
     """
@@ -258,7 +261,7 @@ def _run_inner_part(state, part, m, code, choice, n_active, row_inputs, pair_inp
         step = _find_step(order, start, starts[i + 1])
         inputs = _shift_rows(pair_inputs, start, np.int64(1)) if step < 0 else _shift_rows(row_inputs, order[start], step)
         panel = active[i] * n_panels
-        for j in range(2):
+        for j in range(2 if m[UP, PANELS] else 1):
             y = both.ctypes.data + start * both.strides[0] + j * both.strides[1] - panel * 4 * WIDTH
             multiply(m[j], tables, panel + 2 * first, panel + min(n_panels, 2 * end), n_rows, inputs, y, both.strides[0])
         a, b = first * DEPTH, end * DEPTH

@@ -21,7 +21,7 @@ from torch import nn
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.experts import Experts
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
-from ngramspec.backends.cpu.llama_layers import GELU, SILU
+from ngramspec.backends.cpu.llama_layers import GELU, SILU, SQUARED_RELU
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, locate_rows, quantise_row
 from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
@@ -29,6 +29,7 @@ from ngramspec.models.expert_weights import ExpertWeights
 
 _SAME = 1e-5  # Largest difference of weights and activations that counts as rounding.
 _NO_CORRECTION = np.zeros(0, np.float32)
+CORRECTION = "e_score_correction_bias"  # Name of a router's own buffer [E], which is added to scores for the choice alone.
 
 
 @njit(cache=True, nogil=True)
@@ -65,15 +66,20 @@ class PackedRouter(nn.Module):
     experts [T, top_k], best first.
     """
 
-    def __init__(self, product: CpuProduct, options: np.ndarray, scale: float) -> None:
-        """`options`, `scale`: see `Experts`."""
+    def __init__(self, product: CpuProduct, options: np.ndarray, scale: float, correction: np.ndarray | None = None) -> None:
+        """`options`, `scale`: see `Experts`; `correction`: the router's own."""
         super().__init__()
         self.product, self.options, self.scale = product, options, scale
+        self.has_correction = correction is not None
+        if correction is not None:
+            self.register_buffer(CORRECTION, torch.from_numpy(correction))
 
     def forward(self, x: torch.Tensor, correction: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = self.product.multiply(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())
         k = int(self.options[moe.TOP_K])
         ids, weights = np.zeros((len(logits), k), np.int32), np.zeros((len(logits), k), np.float32)
+        if self.has_correction:
+            correction = self.get_buffer(CORRECTION)
         added = _NO_CORRECTION if correction is None else correction.numpy()
         _choose_all(logits, added, self.options, np.float32(self.scale), ids, weights)
         n_experts = int(self.options[moe.N_EXPERTS])
@@ -91,10 +97,12 @@ class PackedExperts(nn.Module):
         n_experts: int,
         activation: str | tuple[float, float],
     ) -> None:
-        """`matrices`: gate, up and down of all experts, which come from `weights`; `activation`: see `Kernels.get_gated_activation`."""
+        """`matrices`: gate, up and down of all experts, or up and down, which come from `weights`; `activation`: see
+        `Kernels.get_gated_activation`.
+        """
         super().__init__()
         self.context, self.weights = context, weights
-        gate, up, down = matrices
+        gate, up, down = matrices if weights.gated else (matrices[0], *matrices)
         self.experts = Experts((gate, up, down, down), n_experts, 1, moe.SOFTMAX, True, activation=activation)  # its router is not used
         self.n_in = gate.weight.n_in
 
@@ -138,9 +146,17 @@ def find_router_options(router: nn.Module) -> tuple[np.ndarray, float] | None:
             ours, chosen = np.zeros((len(x), top_k), np.float32), np.zeros((len(x), top_k), np.int32)
             _choose_all(logits.numpy(), correction, options, np.float32(1), chosen, ours)
             scale = float(weights.sum() / ours.sum())
-            if np.array_equal(chosen, ids.numpy()) and np.abs(ours * scale - weights.numpy()).max() < _SAME:
+            # some routers' choice is in no order
+            (chosen, ours), (their_choice, theirs) = _sort_choice(chosen, ours), _sort_choice(ids.numpy(), weights.numpy())
+            if np.array_equal(chosen, their_choice) and np.abs(ours * scale - theirs).max() < _SAME:
                 return options, 1.0 if abs(scale - 1) < _SAME else scale
     return None
+
+
+def _sort_choice(ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return chosen experts and their weights, both [T, top_k], by the number of the expert."""
+    order = np.argsort(ids, axis=-1)
+    return np.take_along_axis(ids, order, -1), np.take_along_axis(weights, order, -1)
 
 
 @torch.no_grad()
@@ -158,9 +174,11 @@ def _try_router(router: nn.Module) -> tuple[torch.Tensor, np.ndarray, Sequence[t
     x = torch.randn(7, router._parameters["weight"].shape[1], generator=generator)  # type: ignore[union-attr]
     correction = 0.3 * torch.randn(len(stand_in._parameters["weight"]), generator=generator)  # type: ignore[arg-type]
     found: Any = None
-    for added in (torch.empty(0), correction):
+    if has_own := CORRECTION in router._buffers:
+        stand_in._buffers = {CORRECTION: correction}
+    for added in (correction,) if has_own else (torch.empty(0), correction):
         with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
-            found = stand_in(x, added) if len(added) else stand_in(x)
+            found = stand_in(x) if has_own or not len(added) else stand_in(x, added)
             break
     if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, torch.Tensor) for each in found):
         return x, _NO_CORRECTION, None
@@ -175,6 +193,11 @@ def _try_router(router: nn.Module) -> tuple[torch.Tensor, np.ndarray, Sequence[t
 def find_activation(experts: nn.Module) -> str | tuple[float, float]:
     """Return what `Kernels.get_gated_activation` takes for the activation of these experts. Raises LookupError if it is another one."""
     n: Any = 16
+    if "up_proj" in experts._parameters:
+        x = torch.randn(5, n, generator=torch.Generator().manual_seed(0))
+        if torch.equal(experts.act_fn(x), torch.relu(x).square()):  # type: ignore[operator]
+            return SQUARED_RELU
+        raise LookupError("another activation without a gate")
     both = torch.randn(5, 2 * n, generator=torch.Generator().manual_seed(0)) * 6
     apply: Any = getattr(experts, "_apply_gate", None)
     if apply is None:

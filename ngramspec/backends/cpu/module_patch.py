@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter, find_activation, find_router_options
+from ngramspec.backends.cpu.experts_modules import CORRECTION, PackedExperts, PackedRouter, find_activation, find_router_options
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
@@ -73,16 +73,17 @@ class ModulePatcher:
 
     def _pack_experts(self, path: str, module: nn.Module) -> PackedExperts | None:
         """Pack the experts of one layer; None if the module holds none, or computes something else."""
-        if not {"gate_up_proj", "down_proj"} <= module._parameters.keys() or module._parameters["gate_up_proj"].dim() != 3:  # type: ignore[union-attr]
+        first = next((name for name in ("gate_up_proj", "up_proj") if name in module._parameters), "")
+        if not first or module._parameters[first].dim() != 3 or "down_proj" not in module._parameters:  # type: ignore[union-attr]
             return None
         try:
             activation = find_activation(module)
         except (LookupError, RuntimeError):
             return None
         has_bias = "down_proj_bias" in module._parameters
-        gate_up, down = ((f"{path}.{name}_proj", f"{path}.{name}_proj_bias" if has_bias else None) for name in ("gate_up", "down"))
+        gate_up, down = ((f"{path}.{name}", f"{path}.{name}_bias" if has_bias else None) for name in (first, "down_proj"))
         interleaved, transposed = not getattr(module, "is_concatenated", True), bool(getattr(module, "is_transposed", False))
-        weights = ExpertWeights(gate_up, down, interleaved, transposed)
+        weights = ExpertWeights(gate_up, down, interleaved, transposed, gated=first == "gate_up_proj")
         matrices = [self._pack_matrix(stored, bias, transposed=False) for stored, bias in weights.open(self.source)]
         self.experts[gate_up[0]] = matrices
         return PackedExperts(self.context, matrices, weights, self.source[gate_up[0]].shape[0], activation)
@@ -92,8 +93,9 @@ class ModulePatcher:
         if not type(module).__name__.endswith("Router") or (found := find_router_options(module)) is None:
             return None
         bias = self.source[f"{path}.bias"].float32() if module._parameters.get("bias") is not None else None
+        correction = self.source[f"{path}.{CORRECTION}"].float32() if CORRECTION in module._buffers else None
         self.matrices[path] = self._pack_matrix(self.source[f"{path}.weight"], bias, transposed=False)
-        return PackedRouter(CpuProduct(self.context, [self.matrices[path]]), *found)
+        return PackedRouter(CpuProduct(self.context, [self.matrices[path]]), *found, correction)
 
     def _get_matrix(self, path: str, module: nn.Module) -> Matrix:
         parameter = module.weight

@@ -348,7 +348,8 @@ class WeightMap:
 
         def make_experts(found: ExpertsMap) -> Experts:
             router, bias = source[found.router[0]], source[found.router[1]].float32() if found.router[1] else None
-            gate, up, down = (experts or of_experts)(found)
+            gate, *rest = (experts or of_experts)(found)
+            up, down = rest if found.weights.gated else (gate, *rest)
             last = pack_stored(append_rows(router, source[found.shared_gate]) if found.shared_gate else router, bias)
             return Experts(
                 (gate, up, down, last), router.shape[0], found.top_k, found.scoring, found.normalise, found.scale,

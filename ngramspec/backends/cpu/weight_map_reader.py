@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu import fused_ops
-from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
+from ngramspec.backends.cpu.experts_modules import CORRECTION, PackedExperts, PackedRouter
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
@@ -49,6 +49,7 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
 # Norms of queries and keys by name: before the rotary embedding, and after it.
 _HEAD_NORMS, _LATE_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")), ("query_layernorm", "key_layernorm")
 _SECOND_NORMS = ("post_attention_layernorm", "ffn_norm")  # of layers whose MLP does not see what attention sees
+_SHARED_EXPERTS = "shared_experts"  # an MLP that every row has, without a gate
 _MIXER = "mixer"  # a layer's only part besides its norm
 _OUTPUTS = ("o_proj", "out_proj")  # names of attention's last matrix
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
@@ -217,7 +218,8 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     recurrence, conv, mamba = (children.pop(name, None) for name in ("linear_attn", "conv", "mamba"))
     mlp = next((name for name in _MLPS if name in children), "")
     mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
-    dense = f"{mlp}.shared_expert" if mixed and mixed.shared else mlp
+    shared = _SHARED_EXPERTS if mlp and hasattr(children[mlp], _SHARED_EXPERTS) else "shared_expert"
+    dense = f"{mlp}.{shared}" if mixed and mixed.shared else mlp
     if mixed and children.pop(_BESIDE_EXPERTS, None) is not None:
         mixed, dense = replace(mixed, shared=moe.SHARED_FULLY), _BESIDE_EXPERTS
     of_norms = {name: child for name, child in children.items() if name not in ("self_attn", mlp)}
@@ -379,6 +381,7 @@ def _map_mixer_layer(layer: Any, path: str, names: _Names, kv: int) -> LayerWeig
     if dict(layer.named_children()).keys() != {"norm", _MIXER} or not _describe_norm(layer.norm):
         return None
     matrices: list[MatrixName] | None
+    mixed: ExpertsMap | None = None
     if _is_mamba(mixer):
         matrices = _map_mamba(mixer, at, names)
     elif _get_attention(layer) is not None:
@@ -388,12 +391,14 @@ def _map_mixer_layer(layer: Any, path: str, names: _Names, kv: int) -> LayerWeig
         if parts or matrices is None or getattr(mixer.config, "sliding_window", None):
             return None
         matrices.append(names(f"{at}.o_proj"))
+    elif (mixed := _map_experts(mixer, at, names)) is not None:
+        matrices = _map_mlp(getattr(mixer, _SHARED_EXPERTS, mixer), f"{at}.{_SHARED_EXPERTS}", names)
     else:
         matrices = _map_mlp(mixer, at, names)
     if matrices is None:
         return None
     return LayerWeightMap(
-        matrices=matrices, norms=[names(f"{path}.norm")[0]] * 2, head_norms=None, window=0, rotary=NO_ROTARY,
+        matrices=matrices, norms=[names(f"{path}.norm")[0]] * 2, head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed,
         mamba=_name_mamba(at, names) if _is_mamba(mixer) else None,
     )  # fmt: skip
 
@@ -458,19 +463,23 @@ def _divide_rows(name: MatrixName, sizes: Sequence[int]) -> list[MatrixName] | N
 
 def _map_experts(block: nn.Module, path: str, names: _Names) -> ExpertsMap | None:
     """Map a router and experts at a path, and what a shared expert needs besides its MLP; None for another kind of module."""
-    parts = dict(block.named_children())
+    parts = {name: child for name, child in block.named_children() if not isinstance(child, nn.Identity)}
+    beside = parts.pop(_SHARED_EXPERTS, None)
     experts, router_name = parts.pop("experts", None), next((name for name in ("gate", "router") if name in parts), "")
     router, shared, shared_gate = parts.pop(router_name, None), parts.pop("shared_expert", None), parts.pop("shared_expert_gate", None)
     if parts or not isinstance(experts, PackedExperts) or not isinstance(router, PackedRouter):
         return None
     if shared is not None and not (isinstance(shared, fused_ops.GatedMLP) and isinstance(shared_gate, CpuPackedLinear)):
         return None
+    correction = f"{path}.expert_bias" if "expert_bias" in block._buffers else None
+    if router.has_correction:
+        correction = f"{path}.{router_name}.{CORRECTION}"
     return ExpertsMap(
         weights=experts.weights, router=names(f"{path}.{router_name}")[:2], top_k=int(router.options[moe.TOP_K]),
         scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
-        shared=moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
+        shared=moe.SHARED_FULLY if beside is not None else moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
         shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, activation=experts.experts.activation,
-        correction=f"{path}.expert_bias" if "expert_bias" in block._buffers else None,
+        correction=correction,
     )  # fmt: skip
 
 

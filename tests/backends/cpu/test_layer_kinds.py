@@ -41,6 +41,11 @@ NEMOTRON = {
         "mlp",
     ],
 }
+NEMOTRON_MOE = {
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "linear_attention", "moe", "mlp"],
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "smollm3": ("smollm3", {}, [0, 3]),
     "ministral3": ("ministral3", {}, [0]),
@@ -103,6 +108,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         NEMOTRON | {"use_bias": True, "use_conv_bias": False, "mlp_bias": True, "time_step_min": 0.05, "mamba_head_dim": 40, "n_groups": 1},
         [0, 1, 3],
     ),
+    "nemotron_h, experts": ("nemotron_h", NEMOTRON_MOE, [0, 1, 3, 7]),
 }
 """Name in transformers, options, and the first layer of each kind."""
 COMPILED = (
@@ -134,6 +140,7 @@ COMPILED = (
     "qwen2_moe",
     "mixtral",
     "gpt_oss",
+    "glm4_moe",
     "granitemoehybrid, attention alone",
 )
 RECURRENT = (
@@ -145,6 +152,7 @@ RECURRENT = (
     "granitemoehybrid, bounds",
     "nemotron_h",
     "nemotron_h, biases",
+    "nemotron_h, experts",
 )  # whose modules would have to keep states
 
 
@@ -195,7 +203,8 @@ def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm3", "gemma3", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss", "lfm2_moe", "granitemoehybrid, experts"]
+    "name",
+    ["smollm3", "gemma3", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss", "lfm2_moe", "granitemoehybrid, experts", "nemotron_h, experts"],
 )
 def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) -> None:
     """Sharp attention and routers of experts over keys and values of 16 bits."""
@@ -249,13 +258,7 @@ def test_one_wrong_layer_is_found(
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": (EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96}, r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention'"),
-    "nemotron_h": (
-        {
-            "layers_block_type": ["mamba", "attention", "moe", "mlp"] * 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
-        },
-        "layers 2, 6 are of type 'moe'",
-    ),
+    "nemotron_h": (NEMOTRON_MOE | {"n_group": 2}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
     "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
     "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
 }  # fmt: skip

@@ -23,10 +23,19 @@ GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scal
 SIZES = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16}
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "position_embedding_type": "rope"}
 BLOCKS = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention", "linear_attention", "mlp"]
+# transformers bounds dt from below in prompts, not while it decodes.
+NEMOTRON = {"mamba_num_heads": 16, "mamba_head_dim": 8, "ssm_state_size": 16, "time_step_min": 1e-9}
+NEMOTRON_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "routed_scaling_factor": 2.5}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("granitemoehybrid", LAYERS | SIZES | GRANITE),
     "experts": ("granitemoehybrid", LAYERS | GRANITE | EXPERTS),
-    "nemotron": ("nemotron_h", {"layers_block_type": BLOCKS, "mamba_num_heads": 16, "mamba_head_dim": 8, "ssm_state_size": 16}),
+    "nemotron": ("nemotron_h", NEMOTRON | {"layers_block_type": BLOCKS}),
+    "nemotron experts": (
+        "nemotron_h",
+        NEMOTRON
+        | NEMOTRON_EXPERTS
+        | {"layers_block_type": [kind.replace("mlp", "moe") for kind in BLOCKS], "moe_shared_expert_intermediate_size": 48},
+    ),
 }
 
 
