@@ -39,14 +39,15 @@ COMMAND = [sys.executable, "-m", "benchmarks.gpu"]
 TARGETS = Path(__file__).with_name("targets.toml")
 
 
+MODELS = {"large": "timed passes", "small": "identity on real text", "code": "replayed edits", "hybrid": "recurrent layers"}
 PARTS: dict[str, tuple[int, int, Callable[[Plan], Named]]] = {
-    "tests": (1, 230, parts.tests),
+    "tests": (1, 240, parts.tests),
     "floor": (1, 45, parts.floor),
-    "passes": (1, 170, parts.passes),
+    "passes": (1, 205, parts.passes),
     "kernels": (1, 110, parts.kernels),
     "host": (2, 130, parts.host),
     "exactness": (2, 130, parts.exactness),
-    "identity": (2, 310, parts.identity),
+    "identity": (2, 340, parts.identity),
     "replay": (3, 260, parts.replay),
     "generate": (3, 300, parts.generate),
 }
@@ -92,7 +93,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     usual = dataclasses.asdict(Plan()) | {"small": parts.smallest()}
     parser.add_argument("--device", type=common.parse_device, default=usual["device"], metavar="cuda:N", help="cpu tries the program out")
     parser.add_argument("--dtype", choices=common.DTYPES)
-    for name, what in (("large", "timed passes"), ("small", "identity on real text"), ("code", "replayed edits")):
+    for name, what in MODELS.items():
         parser.add_argument(f"--{name}", default=usual[name], metavar="M", help=f"model of {what}; default {usual[name]}")
     parser.add_argument("--tokenizer", metavar="M", help="of prompts and traces; default the small model's, else words")
     for name, what in (("prompts", "identity on the small model; default random ids"), ("trace", "the replay; default library edits")):
@@ -178,7 +179,7 @@ def run_part(name: str, argv: Sequence[str], limit_s: float) -> Iterator[dict[st
 
 
 def make_document(plan: Plan, known: dict[str, Any]) -> dict[str, Any]:
-    names = ("large", "small", "code", "dtype", "context", "repeat", "n_prompts", "max_tokens")
+    names = (*MODELS, "dtype", "context", "repeat", "n_prompts", "max_tokens")
     settings = {name: getattr(plan, name) for name in names}
     settings |= {"prompts": plan.prompts.name if plan.prompts else "random", "trace": plan.trace.name if plan.trace else "library"}
     return {
@@ -197,14 +198,14 @@ def reached(target: dict[str, Any], plan: Plan, known: dict[str, Any]) -> dict[s
     for path in target["figure"]:
         found: list[Any] = [figures]
         for part in path.split("/"):
-            name = part.format(large=plan.large, small=plan.small, last=plan.batches[-1])
+            name = part.format(large=plan.large, small=plan.small, hybrid=plan.hybrid, last=plan.batches[-1])
             found = [each[key] for each in found for key in each if name in (key, "*")]
         values.append(found)
     if all(values) and None not in (flat := [each for found in values for each in found]):
         value = min(flat) if "at_most" not in target else max(flat)
         met = target.get("at_least", -math.inf if "at_most" in target else True) <= value <= target.get("at_most", math.inf)
     goal = next((f"{sign} {target[bound]:g}" for bound, sign in (("at_most", "<="), ("at_least", ">=")) if bound in target), "all")
-    what = target["what"].format(large=plan.large, small=plan.small, last=plan.batches[-1])
+    what = target["what"].format(large=plan.large, small=plan.small, hybrid=plan.hybrid, last=plan.batches[-1])
     return {"what": what, "value": value, "goal": goal, "met": met}
 
 
@@ -214,7 +215,8 @@ def show_intent(plan: Plan, names: Sequence[str]) -> None:
     for name in names:
         third, limit, part = PARTS[name]
         print(f"  {name} (call {third} of 3, at most {limit} s): {(part.__doc__ or '').splitlines()[0]}")
-    print(f"on {plan.large}, {plan.small} and {plan.code} in {plan.dtype}, with {max(plan.contexts)} tokens of context at most.\n")
+    models = ", ".join(getattr(plan, name) for name in MODELS)
+    print(f"on {models} in {plan.dtype}, with {max(plan.contexts)} tokens of context at most.\n")
     figures = [
         target for target in tomllib.loads(TARGETS.read_text())["target"] if any(part_of(path) in names for path in target["figure"])
     ]

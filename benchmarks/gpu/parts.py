@@ -62,6 +62,7 @@ class Plan:
     large: str = "random:Llama-3.1-8B"
     small: str = "random:SmolLM2-135M"
     code: str = "random:Qwen2.5-Coder-7B"
+    hybrid: str = "random:Qwen3.5-0.8B"
     tokenizer: str | None = None
     """Model whose tokenizer prompts and traces take; None: the small model's own, and without one words."""
     prompts: Path | None = None
@@ -75,7 +76,7 @@ class Plan:
     """Fixed lengths of drafts that the replay is compared with."""
     repeat: int = 30
     n_prompts: int = 240
-    """Prompts for identity on the small model; on the large one a quarter of it and four more."""
+    """Prompts for identity on the small model; on the others a quarter of it and four more."""
     n_traces: int = 16
     """Replayed one at a time; for the largest batch a quarter as many groups."""
     max_tokens: int = 64
@@ -143,13 +144,13 @@ def tests(plan: Plan) -> Named:
 
 def floor(plan: Plan) -> Named:
     """How fast the device reads its memory, over as many bytes as the models' weights."""
-    for model in dict.fromkeys((plan.large, plan.small)):
+    for model in dict.fromkeys((plan.large, plan.small, plan.hybrid)):
         yield model, read_weights(plan, model)[1]
 
 
 def passes(plan: Plan) -> Named:
     """Milliseconds of a pass by rows and by contexts, against the reading of the weights."""
-    for model in dict.fromkeys((plan.large, plan.small)):
+    for model in dict.fromkeys((plan.large, plan.small, plan.hybrid)):
         n_bytes, read = read_weights(plan, model)
         with open_engine(plan, model) as engine:
             ms = by_rows({"": engine}, plan)[""]
@@ -297,7 +298,8 @@ def foretold(outputs: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int, 
 
 def identity(plan: Plan) -> Named:
     """Texts with drafts, as chain and as tree, and in batches, against those written one token and one prompt at a time."""
-    for model, n in ({plan.small: plan.n_prompts} | {plan.large: plan.n_prompts // 4 + 4}).items():
+    few = plan.n_prompts // 4 + 4
+    for model, n in {plan.hybrid: few, plan.small: plan.n_prompts, plan.large: few}.items():
         with open_engine(plan, model, max_seqs=max(64, *plan.batches)) as engine:
             prompts = identity_prompts(plan, engine, model, n)
             some: dict[str, Any] = {"max_tokens": 3 * plan.max_tokens // 4, "ignore_eos": True}

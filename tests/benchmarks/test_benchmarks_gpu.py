@@ -64,6 +64,7 @@ def plan(config: str) -> Plan:
         large=model,
         small=model,
         code=model,
+        hybrid=model,
         context=16,
         contexts=(16, 64, 100_000),
         rows=(1, 2),
@@ -286,7 +287,7 @@ def test_a_part_that_fails_is_recorded_and_earlier_calls_are_kept(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model, out = f"random:{config}", tmp_path / "gpu.json"
-    arguments = ["--device", "cpu", "--tiny", "--large", model, "--small", model, "--code", model, "--out", str(out)]
+    arguments = ["--device", "cpu", "--tiny", "--large", model, "--small", model, "--code", model, "--hybrid", model, "--out", str(out)]
     gpu.main([*arguments, "--only", "floor", "--limit", "250"])
     first = last_document(capsys)
     assert first["parts"]["floor"]["error"] is None
