@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import tiny_architectures
 import torch
 from transformers import PreTrainedModel
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.models.loader import load_model
 from ngramspec.models.parameters import make_params_source
 
 LAYERS = {"num_hidden_layers": 8, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
@@ -62,6 +64,25 @@ def test_a_greedy_text_is_transformers(name: str, folder: Path) -> None:
     assert len(set(expected)) > 10, "no text that says anything"
     params = SamplingParams(max_tokens=n, ignore_eos=True)
     with Engine(str(folder), max_model_len=250) as engine:
+        engine.core.cost = tiny.FreeRows()
+        assert engine.complete(prompt, params, speculation=False).token_ids == expected
+        drafted = engine.complete(prompt, params, prediction=expected)
+        assert drafted.token_ids == expected
+        assert drafted.stats.accepted > n // 2
+
+
+@pytest.mark.parametrize("case", ["granitehybrid", "granitehybrid, rope", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe"])
+def test_a_greedy_text_of_a_gguf_file_is_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny_architectures.CASES, "untied", (*tiny_architectures.CASES[case][:3], True))  # else a token repeats itself
+    path, prompt, n = str(tiny_architectures.write(tmp_path / "model.gguf", "untied")), [7, 8, 9, 10] * 5, 200
+    model = load_model(path, cache_dir=tmp_path / "cache").model
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
+    assert len(expected) == n
+    assert len(set(expected)) > 5, "no text that says anything"
+    params = SamplingParams(max_tokens=n, ignore_eos=True)
+    with Engine(path, max_model_len=250) as engine:
         engine.core.cost = tiny.FreeRows()
         assert engine.complete(prompt, params, speculation=False).token_ids == expected
         drafted = engine.complete(prompt, params, prediction=expected)
