@@ -381,6 +381,8 @@ def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
         raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(accepted)}{hint}")
     if getattr(model, "_is_stateful", False) and not is_computed and not types:
         raise UnsupportedModelError(f"{name} keeps a recurrent state, which is not implemented; accepted: decoders with attention alone")
+    if any(getattr(module, "time_step_limit", ()) is None for module in model.modules()):
+        raise UnsupportedModelError(f"{name}: time_step_limit is null by its config; accepted: two numbers")
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedModelError(
             f"{name} scales attention by a token's place in the pass (attn_temperature_tuning), which is not its position in the text here"

@@ -181,6 +181,8 @@ class WeightMap:
         """Raise ValueError or KeyError unless every weight has the shape in which a pass uses it: the pass reads addresses unchecked."""
         vocab, hidden = source[self.embedding].shape
         n_heads, head_dim = self.options.n_heads, self.options.head_dim
+        if sum(each is not None for each in (self.options.recurrent, self.options.short_conv, self.options.mamba)) > 1:
+            raise ValueError("recurrent layers of several kinds")
         mixed, kv = n_heads * head_dim, self.n_kv * head_dim
         wanted: list[tuple[str | None, tuple[int, ...]]] = [(self.norm, (hidden,))]
 
@@ -265,7 +267,7 @@ class WeightMap:
     def _check_short_conv(self, conv: str, wanted: list[tuple[str | None, tuple[int, ...]]], hidden: int) -> tuple[int, int, int]:
         """Add what a short convolution's weights must be to `wanted`; return the rows of its three matrices. Raises ValueError."""
         options, mixed = self.options.short_conv, self.options.n_heads * self.options.head_dim
-        if options is None or self.options.recurrent is not None or options.n_taps < 1 or not options.n_channels == hidden == mixed:
+        if options is None or options.n_taps < 1 or not options.n_channels == hidden == mixed:
             raise ValueError(f"short convolutions {options}, and {self.options.n_heads} heads of {self.options.head_dim}")
         wanted.append((conv, (hidden, 1, options.n_taps)))
         return hidden, hidden, hidden
@@ -273,9 +275,9 @@ class WeightMap:
     def _check_mamba(self, names: MambaNames, wanted: list[tuple[str | None, tuple[int, ...]]]) -> tuple[int, int, int]:
         """Add what the weights of a layer with Mamba-2 must be to `wanted`; return the rows of its three matrices. Raises ValueError."""
         options, mixed = self.options.mamba, self.options.n_heads * self.options.head_dim
-        if options is None or self.options.recurrent is not None or self.options.short_conv is not None:
-            raise ValueError("layers with Mamba-2 without their options, or beside other recurrent layers")
-        fits = options.n_heads % options.n_groups == 0 and options.state_size % PARTS == 0 and options.n_taps > 1
+        if options is None:
+            raise ValueError("layers with Mamba-2 without their options")
+        fits = min(options[:5]) > 0 and options.n_heads % options.n_groups == 0 and options.state_size % PARTS == 0 and options.n_taps > 1
         if not fits or (options.n_inner != mixed and (options.n_inner % DEPTH or mixed % DEPTH)):
             raise ValueError(f"layers with Mamba-2 {options}, beside {self.options.n_heads} heads of {self.options.head_dim}")
         heads, n_channels = (options.n_heads,), options.n_channels

@@ -15,8 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ngramspec import Engine, SamplingParams
+from ngramspec.backends.cpu.llama_layers import ShortConvOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.loader import load_model
 from ngramspec.models.parameters import make_params_source
 
@@ -119,10 +121,16 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     for wrong in (
         options._replace(mamba=None), options._replace(n_heads=2), options._replace(mamba=mamba._replace(n_taps=3)),
         options._replace(mamba=mamba._replace(state_size=18)), options._replace(mamba=mamba._replace(n_heads=9)),
-        options._replace(mamba=mamba._replace(head_dim=24)),
+        options._replace(mamba=mamba._replace(head_dim=24)), options._replace(mamba=mamba._replace(n_groups=0)),
+        options._replace(short_conv=ShortConvOptions(64, 3)),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"Mamba-2|is wanted|are wanted"):
+        with pytest.raises(ValueError, match=r"Mamba-2|is wanted|are wanted|several kinds"):
             replace(found, options=wrong).check(source)
+
+
+def test_a_config_without_bounds_of_dt_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="time_step_limit is null"):
+        CpuRunner(tiny.tiny_model("granitemoehybrid", time_step_limit=None), max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)
 
 
 def test_states_of_many_prompts_are_kept() -> None:
