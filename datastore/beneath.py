@@ -58,6 +58,7 @@ class ConfinedFolder:
         path = path.rstrip("/") or "/"  # with a slash at its end a link would be followed
         self._in_git = in_git
         self._names: list[str] = []
+        self._entered: str | None = None  # the folder of the path before, while its descriptor is open
         self._folders: list[int | str] = [path if not _BY_DESCRIPTOR else _open_folder(path, None)]
         if not _BY_DESCRIPTOR:
             _check_component(path, folder=True)
@@ -70,6 +71,7 @@ class ConfinedFolder:
 
     def close(self) -> None:
         """Close the folders; it may be called again."""
+        self._entered = None
         self._leave_folders(0)
         for folder in self._folders:
             _close_folder(folder)
@@ -78,8 +80,7 @@ class ConfinedFolder:
     @contextlib.contextmanager
     def open(self, relative: str) -> Iterator[BinaryIO]:
         """Open a regular file for reading, without waiting for a FIFO or device in its place."""
-        *folders, name = split_path(relative, in_git=self._in_git)
-        parent = self._enter_folders(folders)
+        parent, name = self._enter_parent(relative)
         if isinstance(parent, str):
             _check_component(path := f"{parent}/{name}", folder=False)
             descriptor = os.open(path, _FILE)
@@ -99,8 +100,7 @@ class ConfinedFolder:
         if not relative:
             folder = self._enter_folders([])
             return os.lstat(folder) if isinstance(folder, str) else os.fstat(folder)
-        *folders, name = split_path(relative, in_git=self._in_git)
-        parent = self._enter_folders(folders)
+        parent, name = self._enter_parent(relative)
         return os.lstat(f"{parent}/{name}") if isinstance(parent, str) else os.stat(name, dir_fd=parent, follow_symlinks=False)
 
     def list_folder(self, relative: str = "") -> list[tuple[str, int]]:
@@ -116,8 +116,20 @@ class ConfinedFolder:
         finally:
             os.close(readable)
 
+    def _enter_parent(self, relative: str) -> tuple[int | str, str]:
+        """Return the open folder that a path's last component lies in, and that component. A million neighbours are checked one by one, but
+        not the folders that they have in common."""
+        above, slash, name = relative.rpartition("/")
+        if above == self._entered and bool(above) == bool(slash) and 4 * len(relative) <= MAX_PATH and _has_place(name, self._in_git):
+            return self._folders[-1], name
+        *folders, name = split_path(relative, in_git=self._in_git)
+        parent = self._enter_folders(folders)
+        self._entered = above
+        return parent, name
+
     def _enter_folders(self, names: list[str]) -> int | str:
         """Return the open folder at a path. Those of the path before that are on the way are used again."""
+        self._entered = None
         if not self._folders:
             raise ValueError("the tree is closed")
         common = 0
@@ -147,20 +159,24 @@ def split_path(relative: str, *, in_git: bool = False) -> list[str]:
     names = relative.split("/")
     if len(names) > MAX_DEPTH or len(os.fsencode(relative)) > MAX_PATH:
         raise OSError(errno.EINVAL, f"its path has more than {MAX_PATH} bytes or {MAX_DEPTH} components", relative[:MAX_PATH])
-    for name in names:
-        if (
-            name in ("", ".", "..")
-            or "\0" in name
-            or (not in_git and is_git_name(name))
-            or (sys.platform == "win32" and set(name) & set('\\:*?"<>|'))
-        ):
-            raise OSError(errno.EINVAL, OUTSIDE_NAMES, relative)
+    if not all(_has_place(name, in_git) for name in names):
+        raise OSError(errno.EINVAL, OUTSIDE_NAMES, relative)
     return names
+
+
+def _has_place(name: str, in_git: bool) -> bool:
+    """Return whether a component may lie in a tree."""
+    return not (
+        name in ("", ".", "..")
+        or "\0" in name
+        or (not in_git and is_git_name(name))
+        or (sys.platform == "win32" and set(name) & set('\\:*?"<>|'))
+    )
 
 
 def is_git_name(name: str) -> bool:
     """Return whether a component is `.git`, as file systems that ignore case or shorten names (`GIT~1`) read it."""
-    return name.lower().rstrip(" .") in (".git", "git~1")
+    return name[:1] in ".gG" and name.lower().rstrip(" .") in (".git", "git~1")
 
 
 def _open_folder(name: str, parent: int | None) -> int:

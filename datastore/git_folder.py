@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,12 +87,13 @@ def open_repository(top: str) -> GitRepository | None:
     """Return the repository whose working tree begins at a folder, or None: it has a `.git` that git would take for one."""
     place = Path(top, ".git")
     try:
-        if place.is_file():
+        mode = place.stat().st_mode
+        if stat.S_ISREG(mode):
             text = read_beneath(top, ".git", MAX_TEXT, in_git=True)
             if not text.startswith(b"gitdir: "):
                 return None
             place = Path(top, os.fsdecode(text[8:].rstrip(b"\r\n")))
-        elif not place.is_dir():
+        elif not stat.S_ISDIR(mode):
             return None
         folder = os.path.realpath(place)
         if not Path(folder, "HEAD").is_symlink() and not _is_head(read_beneath(folder, "HEAD", MAX_TEXT)):

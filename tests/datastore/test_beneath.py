@@ -66,6 +66,25 @@ def test_paths_that_have_no_place_in_a_tree(root: Path, path: str) -> None:
             tree.lstat(path)
 
 
+def test_a_neighbour_of_the_path_before_is_checked_as_any_path(root: Path) -> None:
+    with ConfinedFolder(root) as tree:
+        for first, paths in {
+            "a/d.py": ("a/..", "a/.", "a/", "a/.git", "a/GIT~1", "a/d.py\0", f"a/{'x' * 5000}"),
+            "a": ("/a", ".."),
+        }.items():
+            for path in paths:
+                tree.lstat(first)
+                with pytest.raises(OSError, match="its path"):
+                    tree.lstat(path)
+        tree.lstat("a/d.py")
+        assert tree.list_folder("a/b") == [("c.py", stat.S_IFREG)]
+        with pytest.raises(FileNotFoundError):
+            tree.lstat("a/c.py")
+        tree.lstat("a/d.py")
+    with pytest.raises(ValueError, match="closed"):
+        tree.lstat("a/d.py")
+
+
 def test_links_are_not_followed(root: Path) -> None:
     (root / "file.py").symlink_to(root.parent / "outside" / "conf.py")
     (root / "folder").symlink_to(root.parent / "outside")
