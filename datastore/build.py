@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -26,7 +27,7 @@ from .commit import StoreWriter, lock_for_writing
 from .corpus import ContentHashes, CorpusOptions, CorpusSource, Document, FoundFile, Skipped
 from .errors import ContentsChangedError, EmptyCorpusError
 from .format import SegmentEntry, choose_token_dtype
-from .manifest import Manifest, write_tokenizer, write_vocabulary
+from .manifest import Manifest, write_left_out, write_tokenizer, write_vocabulary
 from .page_cache import measure_free_memory
 from .progress import ProgressCallback, Summary, ignore_progress
 from .recorder import Recorder
@@ -102,6 +103,7 @@ class NewStore:
             sources=[asdict(source) for source in self.sources],
             options=options_to_json(self.options) | {"router": router},
             writer=writer,
+            left_out=write_left_out(self.lock.folder, self.recorder.left_out),
         )
         with self.recorder.measure("committing"):
             self.lock.commit(manifest)
@@ -140,10 +142,15 @@ def make_settings(
 def read_files(
     found: Sequence[FoundFile], options: CorpusOptions, recorder: Recorder, hashes: ContentHashes | None = None
 ) -> Iterator[Document]:
-    """Yield the documents of files, with progress."""
+    """Yield the documents of files, with progress, and record which plain ones are left out by what is in them."""
     recorder.start_reading(len(found), sum(file.size for file in found))
     for file in found:
-        yield from corpus.read_documents(file, options, recorder.skipped, hashes)
+        skipped, is_settled = Skipped(), time.time_ns() - file.mtime_ns > corpus.RACY_NS
+        yield from corpus.read_documents(file, options, skipped, hashes)
+        if skipped.counts:
+            recorder.skipped.add_all(skipped)
+            if is_settled and file.kind is None and (reason := corpus.find_left_out_reason(skipped)) is not None:
+                recorder.left_out[corpus.make_left_out_key(file)] = reason
         recorder.count_read(1, file.size)
 
 

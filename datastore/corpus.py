@@ -236,6 +236,27 @@ def read_documents(file: FoundFile, options: CorpusOptions, skipped: Skipped, ha
         skipped.add(file_filters.UNREADABLE, file.name, error.strerror or str(error))
 
 
+def make_left_out_key(file: FoundFile) -> str:
+    """Return what stands for a file as it was found, without telling its name."""
+    return hashlib.blake2b(f"{file.name}\0{file.size}\0{file.mtime_ns}".encode(), digest_size=12).hexdigest()
+
+
+def find_left_out_reason(skipped: Skipped) -> str | None:
+    """Return why one plain file was left out, if nothing but its name and what is in it decides that: not for one that is a duplicate."""
+    if skipped.secrets:
+        return f"{file_filters.SECRET}: {next(iter(skipped.secrets))}"
+    return next((reason for reason in skipped.counts if reason in file_filters.CONTENT_REASONS), None)
+
+
+def add_left_out(skipped: Skipped, reason: str) -> None:
+    """Count a file that is left out for the reason that was found before."""
+    kind, _, rule = reason.partition(": ")
+    if kind == file_filters.SECRET:
+        skipped.add_secret(rule)
+    else:
+        skipped.add(reason)
+
+
 class _NameRules:
     """The options' rules about names, compiled once."""
 

@@ -28,6 +28,7 @@ UNREADABLE = "unreadable"
 DAMAGED = "damaged archive"
 BOMB = "archive over its limits"
 BAD_ROW = "row without text"
+CONTENT_REASONS = frozenset((EMPTY, BINARY, NOT_UTF8, GENERATED, MINIFIED))  # and SECRET: of a file that is read
 
 _EXTENSIONS = {
     "ada": "adb ads",

@@ -8,9 +8,11 @@ Arrays and plain records enter, files leave, and the other way round; `manifest`
     tokenizer-<16 hex>
                      zlib: the tokenizer as JSON of the `tokenizers` library, canonical (sorted keys, no blanks, ASCII), without
                      truncation and padding; sha256 of the JSON is the fingerprint. Read by who turns text into tokens, not at open
+    left-out-<16 hex>
+                     zlib: JSON, why files were left out, by `corpus.make_left_out_key`. Only if there are any; read by updates
 
-and whatever else begins with `seg-`, `vocab-`, `tokenizer-` or `MANIFEST.tmp-` is what an interrupted writer left. MANIFEST names each
-file with its size and checksum. A segment, little-endian:
+and whatever else begins with `seg-`, `vocab-`, `tokenizer-`, `left-out-` or `MANIFEST.tmp-` is what an interrupted writer left. MANIFEST
+names each file with its size and checksum. A segment, little-endian:
 
     header    [320] bytes, see `_HEADER`: sizes, widths, the table of sections, a checksum of all that
     tokens    u16 or u32 [n_tokens]: a separator, then every document followed by one; the separator is all ones

@@ -40,6 +40,11 @@ class Skipped:
         if why and len(self.named) < MAX_NAMED:
             self.named.append((path, why))
 
+    def add_all(self, other: Skipped) -> None:
+        self.counts.update(other.counts)
+        self.secrets.update(other.secrets)
+        self.named += other.named[: MAX_NAMED - len(self.named)]
+
     def add_secret(self, rule: str) -> None:
         self.add(file_filters.SECRET)
         self.secrets[rule] += 1

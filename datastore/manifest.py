@@ -27,11 +27,13 @@ MANIFEST_MAGIC = "ngramspec datastore"
 # bytes; JSON takes some twenty times its size in memory. Half a million tombstones fit, and a writer merges long before
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_TOKENIZER_BYTES = 64 << 20  # of its JSON; the largest that are published have half of it
+MAX_LEFT_OUT_BYTES = 256 << 20  # of its JSON: ten million files
 
 _SEGMENT_NAME = re.compile(r"seg-[0-9a-f]{16}\.ngs\Z")
 _VOCABULARY_NAME = re.compile(r"vocab-[0-9a-f]{16}\Z")
 _TOKENIZER_NAME = re.compile(r"tokenizer-[0-9a-f]{16}\Z")
-_ORPHAN_NAME = re.compile(r"(seg-[0-9a-f]{16}\.ngs|(vocab|tokenizer)-[0-9a-f]{16}|MANIFEST\.tmp-\d+)\Z")
+_LEFT_OUT_NAME = re.compile(r"left-out-[0-9a-f]{16}\Z")
+_ORPHAN_NAME = re.compile(r"(seg-[0-9a-f]{16}\.ngs|(vocab|tokenizer|left-out)-[0-9a-f]{16}|MANIFEST\.tmp-\d+)\Z")
 _HEX32, _HEX64, _ANY = re.compile(r"[0-9a-f]{32}\Z"), re.compile(r"[0-9a-f]{64}\Z"), re.compile(r"(?s).*\Z")
 
 
@@ -61,14 +63,21 @@ class Manifest:
     """What a build walked and how, as JSON values; `sources` and `options` belong to the writer."""
     options: dict[str, Any] = field(default_factory=dict)
     writer: str = "ngramspec"
+    left_out: FileEntry | None = None
+    """What the last read that changed anything left out by what is in it: see `write_left_out`."""
+
+    @property
+    def files(self) -> tuple[FileEntry | SegmentEntry, ...]:
+        """All files that the manifest names."""
+        return self.vocabulary, self.tokenizer, *self.segments, *([self.left_out] if self.left_out else [])
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all files that the manifest names."""
-        return sum(entry.bytes for entry in self.segments) + self.vocabulary.bytes + self.tokenizer.bytes
+        return sum(entry.bytes for entry in self.files)
 
 
-# ---- the tokenizer, and the line ends of its vocabulary
+# ---- the tokenizer, the line ends of its vocabulary, and what was left out
 
 
 def write_vocabulary(folder: Path, line_ends: np.ndarray) -> FileEntry:
@@ -90,15 +99,40 @@ def write_tokenizer(folder: Path, text: bytes) -> FileEntry:
 
 def read_tokenizer(folder: Path, manifest: Manifest) -> bytes:
     """Return the tokenizer's JSON, checked whole and against the fingerprint. Raises DatastoreCorruptError."""
-    path = folder / manifest.tokenizer.name
-    raw = _read_whole(folder, manifest.tokenizer)
+    text = _read_packed(folder, manifest.tokenizer, MAX_TOKENIZER_BYTES)
+    if hashlib.sha256(text).hexdigest() != manifest.tokenizer_fingerprint:
+        raise DatastoreCorruptError(f"{folder / manifest.tokenizer.name}: it is not the tokenizer of which {MANIFEST} has the fingerprint")
+    return text
+
+
+def write_left_out(folder: Path, left_out: dict[str, str]) -> FileEntry | None:
+    """Write why files were left out, by a key that stands for name, size and time. None for none. Raises DatastoreFullError."""
+    return _write_whole(folder, "left-out", zlib.compress(_to_canonical_json(left_out))) if left_out else None
+
+
+def read_left_out(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """Return why files were left out, checked whole. Raises DatastoreCorruptError."""
+    if manifest.left_out is None:
+        return {}
+    try:
+        found = json.loads(_read_packed(folder, manifest.left_out, MAX_LEFT_OUT_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise DatastoreCorruptError(f"{folder / manifest.left_out.name} is not JSON: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(reason, str) for reason in found.values()):
+        raise DatastoreCorruptError(f"{folder / manifest.left_out.name} does not hold reasons")
+    return found
+
+
+def _read_packed(folder: Path, entry: FileEntry, limit: int) -> bytes:
+    """Return what a file of zlib's unpacks to. Raises DatastoreCorruptError, also for more than `limit` bytes."""
+    path, raw = folder / entry.name, _read_whole(folder, entry)
     unpacking = zlib.decompressobj()
     try:
-        text = unpacking.decompress(raw, MAX_TOKENIZER_BYTES + 1)
+        text = unpacking.decompress(raw, limit + 1)
     except zlib.error as error:
         raise DatastoreCorruptError(f"{path}: {error}") from error
-    if not unpacking.eof or unpacking.unused_data or hashlib.sha256(text).hexdigest() != manifest.tokenizer_fingerprint:
-        raise DatastoreCorruptError(f"{path}: it is not the tokenizer of which {MANIFEST} has the fingerprint")
+    if not unpacking.eof or unpacking.unused_data or len(text) > limit:
+        raise DatastoreCorruptError(f"{path}: it does not unpack to at most {limit} bytes")
     return text
 
 
@@ -165,6 +199,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         ],
         "sources": manifest.sources,
         "options": manifest.options,
+        **({"left_out": asdict(manifest.left_out)} if manifest.left_out else {}),
     }
     body = _to_canonical_json(document)
     raw = _with_checksum(body)
@@ -185,7 +220,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def find_orphans(folder: Path, manifest: Manifest | None) -> list[Path]:
     """List files that look like a store's and belong to no generation. Only the holder of the lock may delete them."""
-    named = {manifest.vocabulary.name, manifest.tokenizer.name, *(s.name for s in manifest.segments)} if manifest else set()
+    named = {entry.name for entry in manifest.files} if manifest else set()
     return sorted(path for path in folder.iterdir() if _ORPHAN_NAME.match(path.name) and path.name not in named)
 
 
@@ -224,6 +259,7 @@ def _parse_manifest(document: dict[str, Any]) -> Manifest:
         sources=document["sources"],
         options=document["options"],
         writer=_check_text(document["writer"], _ANY),
+        left_out=_parse_file(document["left_out"], _LEFT_OUT_NAME, 1, MAX_LEFT_OUT_BYTES) if "left_out" in document else None,
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from . import page_cache
 from .errors import DatastoreCorruptError, DatastoreError, DatastoreNotFoundError, TokenizerMismatchError
 from .format import HEADER_BYTES, MANIFEST, PLACE_BITS, Segment, SegmentEntry, map_segment
-from .manifest import Manifest, read_manifest, read_tokenizer, read_vocabulary
+from .manifest import Manifest, read_left_out, read_manifest, read_tokenizer, read_vocabulary
 
 _TALLY = 1 << 16  # occurrences that one look-up for people reads at most
 
@@ -351,6 +351,7 @@ def _read_generation(folder: Path, verify: str, copy: bool, old: Snapshot | None
         segments.append(segment)
     if verify == "full":
         read_tokenizer(folder, manifest)
+        read_left_out(folder, manifest)
     return Snapshot(manifest, segments, read_vocabulary(folder, manifest.vocabulary))
 
 

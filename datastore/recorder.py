@@ -22,6 +22,8 @@ class Recorder:
     def __init__(self, on_progress: ProgressCallback = ignore_progress) -> None:
         self.progress = Progress()
         self.skipped = Skipped()
+        self.left_out: dict[str, str] = {}
+        """Why files were left out by what is in them, by `corpus.make_left_out_key`: those that need not be read again."""
         self.seconds: dict[str, float] = {}
         self._on_progress = on_progress
         self._started_s = time.perf_counter()

@@ -2,7 +2,7 @@
 
 A store enters, its next generation leaves. Segments are never changed: new documents go into a new one, old ones get tombstones, and
 merging copies the live documents of several segments into one. What has not changed on disk by size and time is not read, and what was
-read and has the same content is kept.
+read and has the same content is kept. Files that were left out by what is in them are not read again either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .commit import StoreWriter, lock_for_writing
 from .corpus import CorpusError, CorpusOptions, CorpusSource, Document, FoundFile
 from .errors import DatastoreCorruptError, EmptyCorpusError, TokenizerMismatchError
 from .format import SegmentEntry, check_bodies, map_segment
-from .manifest import Manifest
+from .manifest import Manifest, read_left_out, write_left_out
 from .progress import ProgressCallback, Summary, ignore_progress
 from .recorder import Recorder
 from .segment_writer import SegmentContents, SegmentSettings, VectorFunction
@@ -93,6 +93,8 @@ def update(
             walked = options or before
             found = corpus.find_files(sources, walked, recorder.skipped, omit=os.path.realpath(folder))
             anew = old.options.get("rules") != corpus.RULES
+            left_out = {} if anew else read_left_out(folder, old)
+            found = [file for file in found if not _is_left_out(file, left_out, recorder)]
             to_read = _select_changed(found, read_stored_documents(folder, old), changes, members=walked != before, anew=anew)
         documents = _read_new_documents(to_read, walked, changes, recorder)
         settings = _get_settings(old, vectors, max_memory)
@@ -107,6 +109,8 @@ def update(
             raise EmptyCorpusError(describe_empty_corpus(sources, recorder.skipped) + "; the store stays as it was")
         changed = new != old
         if changed:
+            if recorder.left_out != left_out:
+                new = replace(new, left_out=write_left_out(folder, recorder.left_out))
             _commit(lock, new, writer, recorder)
         recorder.report("done")
         due = find_due_segments(lock.standing)
@@ -272,6 +276,16 @@ def _combine_sources(manifest: Manifest, added: Iterable[CorpusSource]) -> list[
             )
     present = {source.path for source in sources}
     return sources + [source for source in added if source.path not in present]
+
+
+def _is_left_out(file: FoundFile, left_out: dict[str, str], recorder: Recorder) -> bool:
+    """Return whether a file was left out as it is now, and record that it is again."""
+    reason = left_out.get(key := corpus.make_left_out_key(file)) if left_out and file.kind is None else None
+    if reason is None:
+        return False
+    recorder.left_out[key] = reason
+    corpus.add_left_out(recorder.skipped, reason)
+    return True
 
 
 def _select_changed(

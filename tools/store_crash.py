@@ -160,7 +160,7 @@ def state(store: Path) -> State:
 def untidy(store: Path) -> list[str]:
     """Return the files of a datastore that its generation does not name."""
     manifest = manifests.read_manifest(store)
-    named = {"MANIFEST", "LOCK", manifest.vocabulary.name, manifest.tokenizer.name, *(segment.name for segment in manifest.segments)}
+    named = {"MANIFEST", "LOCK", *(file.name for file in manifest.files)}
     return sorted({path.name for path in store.iterdir()} - named)
 
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ def files_of(store: Path) -> set[str]:
 
 def is_tidy(store: Path) -> bool:
     manifest = manifests.read_manifest(store)
-    named = {manifest.vocabulary.name, manifest.tokenizer.name, *(s.name for s in manifest.segments)}
+    named = {file.name for file in manifest.files}
     return files_of(store) == {"MANIFEST", "LOCK", *named}
 
 
@@ -280,6 +281,44 @@ def test_an_update_reads_only_what_changed(corpus: Path, tmp_path: Path, backend
     assert texts(store) == contents(corpus)
     assert is_tidy(store)
     assert manifests.read_manifest(store).segments[0].tombstones == (1, 3)
+
+
+def test_what_was_left_out_is_not_read_again(corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store"
+    key = "-" * 5 + "BEGIN RSA PRIVATE KEY" + "-" * 5 + "\n"
+    fill(corpus, {"key.py": key, "made.py": "# @generated\n", "empty.py": "", "twin.py": (corpus / "2.py").read_text()})
+    (corpus / "new.py").write_text("# @generated: just now\n")
+    now = time.time_ns() + 10**12
+    os.utime(corpus / "new.py", ns=(now, now))  # too new to tell
+    built = build([corpus], store, backend, "bytes")
+    assert sorted(manifests.read_left_out(store, manifests.read_manifest(store)).values()) == ["empty", "generated", "secret: private-key"]
+    opened: list[str] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *more, **named: (opened.append(str(path)), real(path, *more, **named))[1])
+
+    def read_now() -> set[str]:
+        opened.clear()
+        update(store, backend, "bytes")
+        return {path for path in opened if path.endswith(".py")}
+
+    fill(corpus, {"1.py": "changed = 1\n"})
+    again = update(store, backend, "bytes")
+    assert {path for path in opened if path.endswith(".py")} == {"1.py", "new.py", "twin.py"}
+    assert (again.skipped, again.secrets) == (built.skipped, built.secrets)
+    assert is_tidy(store)
+    fill(corpus, {"made.py": "made = 1\n", "3.py": "# @generated\n", "new.py": "# @generated: a while ago\n"})
+    assert read_now() == {"3.py", "made.py", "new.py", "twin.py"}
+    assert {Path(path).name for path in texts(store)} == {*(f"{n}.py" for n in range(10) if n != 3), "made.py"}
+    (corpus / "2.py").unlink()
+    assert read_now() == {"twin.py"}
+    assert f"{corpus}/twin.py" in texts(store)
+    (corpus / "twin.py").unlink()
+    assert read_now() == set()
+    path = next(store.glob("left-out-*"))
+    path.write_bytes(zlib.compress(b"[]"))
+    for call in (lambda: update(store, backend, "bytes"), lambda: Datastore.open(store, verify="full")):
+        with pytest.raises(DatastoreCorruptError, match="left-out"):
+            call()
 
 
 def test_a_store_of_older_rules_is_read_anew(corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
