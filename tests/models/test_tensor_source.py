@@ -75,7 +75,8 @@ def test_a_filled_model_is_the_one_that_was_saved(tmp_path: Path, arch: str, tie
     ids = torch.arange(0, 60)[None]
     with torch.inference_mode():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-    assert (loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight) == tie
+    shares = [each.get_input_embeddings().weight is each.get_output_embeddings().weight for each in (loaded, model)]
+    assert shares == 2 * [tie and arch != "nemotron_h"]  # whose class in transformers never ties them
     assert not loaded.training
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in loaded.parameters())
     assert loaded.generation_config.eos_token_id == tiny.EOS
