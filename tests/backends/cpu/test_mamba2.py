@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import tiny_architectures
 import torch
+from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_states_are_kept
 from transformers import PreTrainedModel
 
-from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cpu.llama_layers import ShortConvOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
@@ -64,13 +63,7 @@ def test_a_greedy_text_is_transformers(name: str, folder: Path) -> None:
     with torch.inference_mode():
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
     assert len(set(expected)) > 10, "no text that says anything"
-    params = SamplingParams(max_tokens=n, ignore_eos=True)
-    with Engine(str(folder), max_model_len=250) as engine:
-        engine.core.cost = tiny.FreeRows()
-        assert engine.complete(prompt, params, speculation=False).token_ids == expected
-        drafted = engine.complete(prompt, params, prediction=expected)
-        assert drafted.token_ids == expected
-        assert drafted.stats.accepted > n // 2
+    check_greedy_text(str(folder), prompt, expected)
 
 
 @pytest.mark.parametrize("case", ["granitehybrid", "granitehybrid, rope", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe"])
@@ -83,28 +76,12 @@ def test_a_greedy_text_of_a_gguf_file_is_transformers(case: str, tmp_path: Path,
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
     assert len(expected) == n
     assert len(set(expected)) > 5, "no text that says anything"
-    params = SamplingParams(max_tokens=n, ignore_eos=True)
-    with Engine(path, max_model_len=250) as engine:
-        engine.core.cost = tiny.FreeRows()
-        assert engine.complete(prompt, params, speculation=False).token_ids == expected
-        drafted = engine.complete(prompt, params, prediction=expected)
-        assert drafted.token_ids == expected
-        assert drafted.stats.accepted > n // 2
+    check_greedy_text(path, prompt, expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature: float) -> None:
-    rng = np.random.default_rng(1)
-    prompts = [np.resize(rng.integers(0, 250, int(rng.integers(3, 20))), int(rng.integers(30, 140))).tolist() for _ in range(8)]
-    params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
-    with Engine(str(folder), max_model_len=250, max_seqs=8, max_rows=40) as engine:
-        expected = [engine.complete(prompt, params, speculation=False).token_ids for prompt in prompts]
-        assert engine.exactness == "bitwise"
-        assert engine.runner.is_recurrent
-        engine.core.cost = tiny.FreeRows()
-        got = engine.complete(prompts, params)
-        assert [each.token_ids for each in got] == expected
-        assert sum(each.stats.accepted for each in got) > 0
+    check_drafts_and_batches(str(folder), temperature, accepted=0)
 
 
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
@@ -134,7 +111,4 @@ def test_a_config_without_bounds_of_dt_is_refused() -> None:
 
 
 def test_states_of_many_prompts_are_kept() -> None:
-    prompts, params = [[i, *range(50, 90)] for i in range(70)], SamplingParams(max_tokens=1, ignore_eos=True)
-    with Engine(tiny.tiny_model("granitemoehybrid"), max_model_len=64, max_seqs=64, kv_memory=64 << 20) as engine:
-        assert sum(each.cached_tokens for each in engine.complete(prompts, params)) == 0
-        assert [each.cached_tokens for each in engine.complete(prompts, params)] == [32] * 70
+    check_states_are_kept(tiny.tiny_model("granitemoehybrid"))

@@ -6,12 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 import torch
+from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_states_are_kept
 
-from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.models.parameters import make_params_source
@@ -28,28 +27,12 @@ def test_a_greedy_text_is_transformers(folder: Path) -> None:
     model, prompt, n = tiny.tiny_model("lfm2", std=0.15, **LAYERS), [7, 8, 9, 10] * 5, 200
     with torch.inference_mode():
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, min_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
-    params = SamplingParams(max_tokens=n, ignore_eos=True)
-    with Engine(str(folder), max_model_len=250) as engine:
-        engine.core.cost = tiny.FreeRows()
-        assert engine.complete(prompt, params, speculation=False).token_ids == expected
-        drafted = engine.complete(prompt, params, prediction=expected)
-        assert drafted.token_ids == expected
-        assert drafted.stats.accepted > n // 2
+    check_greedy_text(str(folder), prompt, expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature: float) -> None:
-    rng = np.random.default_rng(1)
-    prompts = [np.resize(rng.integers(0, 250, int(rng.integers(3, 20))), int(rng.integers(30, 140))).tolist() for _ in range(8)]
-    params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
-    with Engine(str(folder), max_model_len=250, max_seqs=8, max_rows=40) as engine:
-        expected = [engine.complete(prompt, params, speculation=False).token_ids for prompt in prompts]
-        assert engine.exactness == "bitwise"
-        assert engine.runner.is_recurrent
-        engine.core.cost = tiny.FreeRows()
-        got = engine.complete(prompts, params)
-        assert [each.token_ids for each in got] == expected
-        assert sum(each.stats.accepted for each in got) > 10
+    check_drafts_and_batches(str(folder), temperature, accepted=10)
 
 
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
@@ -72,7 +55,4 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
 
 
 def test_small_states_of_many_prompts_are_kept() -> None:
-    prompts, params = [[i, *range(50, 90)] for i in range(70)], SamplingParams(max_tokens=1, ignore_eos=True)
-    with Engine(tiny.tiny_model("lfm2"), max_model_len=64, max_seqs=64, kv_memory=64 << 20) as engine:
-        assert sum(each.cached_tokens for each in engine.complete(prompts, params)) == 0
-        assert [each.cached_tokens for each in engine.complete(prompts, params)] == [32] * 70
+    check_states_are_kept(tiny.tiny_model("lfm2"))

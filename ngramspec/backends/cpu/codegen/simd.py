@@ -31,10 +31,8 @@ TILE_ROWS = HOST.chains // TILE_PANELS
 SCORE_STEP, MIX_STEP = (2, 1) if HOST.chains >= 24 else (8, 8)
 TILE_BLOCKS = TILE_PANELS * WIDTH // BLOCK  # Blocks of keys that `score_blocks` multiplies at a time.
 assert TILE_BLOCKS * BLOCK == TILE_PANELS * WIDTH
-COLUMNS, PARTS = (
-    32,
-    4,
-)  # of states of recurrent layers: columns at a time, which the first cache holds, and chains of a sum, for their latency
+# Of states of recurrent layers: columns at a time, which the first cache holds, and chains of a sum, for their latency.
+COLUMNS, PARTS = 32, 4
 LOWEST = -3.0e38  # A score whose weight in the softmax is zero.
 _MOST = 65504.0  # The largest float16.
 

@@ -1,0 +1,45 @@
+"""What every model with recurrent layers must keep: its texts with drafts and in batches, and its states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tiny
+
+from ngramspec import Engine, SamplingParams
+
+
+def check_greedy_text(path: str, prompt: list[int], expected: list[int]) -> None:
+    """Complete a prompt greedily, without drafts and with the expected text as a draft: both times `expected` must come."""
+    n = len(expected)
+    params = SamplingParams(max_tokens=n, ignore_eos=True)
+    with Engine(path, max_model_len=250) as engine:
+        engine.core.cost = tiny.FreeRows()
+        assert engine.complete(prompt, params, speculation=False).token_ids == expected
+        drafted = engine.complete(prompt, params, prediction=expected)
+        assert drafted.token_ids == expected
+        assert drafted.stats.accepted > n // 2
+
+
+def check_drafts_and_batches(path: str, temperature: float, accepted: int) -> None:
+    """Complete eight prompts at a time with n-grams: the texts must be those of each alone, with more than `accepted` draft tokens."""
+    rng = np.random.default_rng(1)
+    prompts = [np.resize(rng.integers(0, 250, int(rng.integers(3, 20))), int(rng.integers(30, 140))).tolist() for _ in range(8)]
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
+    with Engine(path, max_model_len=250, max_seqs=8, max_rows=40) as engine:
+        expected = [engine.complete(prompt, params, speculation=False).token_ids for prompt in prompts]
+        assert engine.exactness == "bitwise"
+        assert engine.runner.is_recurrent
+        engine.core.cost = tiny.FreeRows()
+        got = engine.complete(prompts, params)
+        assert [each.token_ids for each in got] == expected
+        assert sum(each.stats.accepted for each in got) > accepted
+
+
+def check_states_are_kept(model: Any) -> None:
+    """Complete 70 prompts twice: the second time each must begin at the state that the prefix cache has."""
+    prompts, params = [[i, *range(50, 90)] for i in range(70)], SamplingParams(max_tokens=1, ignore_eos=True)
+    with Engine(model, max_model_len=64, max_seqs=64, kv_memory=64 << 20) as engine:
+        assert sum(each.cached_tokens for each in engine.complete(prompts, params)) == 0
+        assert [each.cached_tokens for each in engine.complete(prompts, params)] == [32] * 70
