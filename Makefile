@@ -45,10 +45,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m tools.demo
 
-# Compiled once for both processes of tests. What measures a server runs by itself.
+# Compiled once for all processes of tests, of which there is one more than the two cores that CI has: many tests wait. What measures a
+# server runs by itself.
 test: $(READY)
 	$(BIN)/ngramspec warm-up
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/server/test_load.py
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/server/test_load.py
 	$(BIN)/python -m pytest tests/server/test_load.py
 
 # Tests skip for each file that FOLDER lacks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,14 @@ def test_start_keeps_its_contract(folder: Path, llama: list[str], capsys: pytest
     assert 0 < document["kv_bytes"] < document["peak_bytes"]
     assert document["kv_bytes"] % (2 * 2 * 2 * 16) == 0  # layers, keys and values, heads, head size
     assert document["threads"] == 1
-    start.main(["--model", "random:" + str(folder / "config.json"), "--repeat", "1"])  # has no tokenizer
-    document = last_document(capsys)
-    assert document["llama_start_s"] is document["file_bytes"] is None
+
+
+def test_a_start_without_tokenizer_or_file(folder: Path) -> None:
+    args = start.parse_args(["--model", "random:" + str(folder / "config.json")])
+    started = start.time_start(partial(start.open_ours, args, {}))
+    assert started.seconds > 0
+    assert started.more["props"]["exactness"] == "bitwise"
+    assert start.count_file_bytes(args.model) is None
 
 
 def test_a_model_that_does_not_start_is_told(tmp_path: Path) -> None:
