@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 from ngramspec.backends.cuda import (
+    expert_kernels,
     gated_delta_kernels,
     gpu_sampler,
     kv_move,
@@ -34,6 +35,7 @@ from ngramspec.backends.cuda import (
 )
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.device import DeviceLimits
+from ngramspec.backends.cuda.expert_kernels import PairProduct
 from ngramspec.backends.cuda.gated_delta_kernels import DeltaShape
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool
@@ -53,6 +55,7 @@ LAUNCHED = {
     paged_attention: ("_attend",),
     kv_move: ("_move",),
     gated_delta_kernels: ("_convolve_rows", "_advance_states", "_gate_heads", "_keep_inputs"),
+    expert_kernels: ("_choose", "_sort_pairs", "_multiply_pairs", "_activate_clamped", "_sum_experts"),
     layers: ("_embed", "_norm", "_add_norm", "_gated_activation", "_gate_attention"),
     row_invariant_linear: ("_product", "_add_up"),
     quantised: ("_quantised", "_dequantise"),
@@ -127,7 +130,7 @@ def noted(capability: int) -> Iterator[dict[Variant, None]]:
         for module, names in LAUNCHED.items():
             for name in names:
                 stack.enter_context(patch.object(module, name, Launches(getattr(module, name), found)))
-        for module in (overlap, paged_attention, row_invariant_linear):
+        for module in (expert_kernels, overlap, paged_attention, row_invariant_linear):
             stack.enter_context(patch.object(module, "get_limits", lambda device: limits))
         yield found
 
@@ -165,7 +168,7 @@ def variants(
                 return row_invariant_linear.CudaProduct(weight, bias, n_sms)
             return CudaQuantisedProduct([empty_packed(blocks, *weight.shape)], bias, dtype, n_sms)
 
-        stack = CudaDecoder(model, make, max_len)
+        stack = CudaDecoder(model, make, lambda weight, bias: PairProduct(weight, bias, n_sms), max_len)
         if blocks != "none":
             stack.embedding = CudaPackedEmbedding(empty_packed(blocks, *stack.embedding.weight.shape), dtype)
         shape = int(text.num_key_value_heads), stack.head_dim

@@ -17,8 +17,8 @@ def get_weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def get_bias(linear: nn.Module) -> torch.Tensor | None:
-    """Return the bias [N] of such a layer; None if it has none."""
-    bias = linear.bias
+    """Return the bias [N] of such a layer, or of a router; None if it has none."""
+    bias = getattr(linear, "bias", None)
     return bias.detach() if isinstance(bias, torch.Tensor) else None
 
 

@@ -1,17 +1,12 @@
 """Provide routers and experts over packed weights that replace transformers' modules on the CPU.
 
-transformers gives every family a router, which chooses experts for rows [T, H], and experts, which take rows, choice and weights. What a
-router computes is found by trying: ours must give the same as the module does with random weights. The same holds for the experts'
-activation. Modules that compute something else are left alone. Nothing here knows which layers a model has.
+transformers gives every family a router, which chooses experts for rows [T, H], and experts, which take rows, choice and weights. What they
+compute is found by trying (`models.expert_routing`). Nothing here knows which layers a model has.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +16,14 @@ from torch import nn
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.experts import Experts
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
-from ngramspec.backends.cpu.llama_layers import GELU, SILU, SQUARED_RELU
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, locate_rows, quantise_row
 from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
+from ngramspec.models import expert_routing
+from ngramspec.models.expert_routing import CORRECTION, RouterOptions
 from ngramspec.models.expert_weights import ExpertWeights
 
-_SAME = 1e-5  # Largest difference of weights and activations that counts as rounding.
 _NO_CORRECTION = np.zeros(0, np.float32)
-CORRECTION = "e_score_correction_bias"  # Name of a router's own buffer [E], which is added to scores for the choice alone.
 
 
 @njit(cache=True, nogil=True)
@@ -132,84 +126,18 @@ def find_router_options(router: nn.Module) -> tuple[np.ndarray, float] | None:
 
     The module's parameters may be on the "meta" device.
     """
-    weight = router._parameters.get("weight")
-    top_k = getattr(router, "top_k", None)
-    if weight is None or weight.dim() != 2 or not isinstance(top_k, int) or not 0 < top_k <= weight.shape[0]:
-        return None
-    x, correction, expected = _try_router(router)
-    if expected is None:
-        return None
-    logits, weights, ids = expected
-    for scoring in (moe.SOFTMAX, moe.SIGMOID):
-        for normalise in (1, 0):
-            options = np.array([weight.shape[0], top_k, scoring, normalise, moe.NO_SHARED], np.int64)
-            ours, chosen = np.zeros((len(x), top_k), np.float32), np.zeros((len(x), top_k), np.int32)
-            _choose_all(logits.numpy(), correction, options, np.float32(1), chosen, ours)
-            scale = float(weights.sum() / ours.sum())
-            # some routers' choice is in no order
-            (chosen, ours), (their_choice, theirs) = _sort_choice(chosen, ours), _sort_choice(ids.numpy(), weights.numpy())
-            if np.array_equal(chosen, their_choice) and np.abs(ours * scale - theirs).max() < _SAME:
-                return options, 1.0 if abs(scale - 1) < _SAME else scale
-    return None
+    found = expert_routing.find_router_options(router, _choose_as)
+    return found and (_list_options(found), found.scale)
 
 
-def _sort_choice(ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return chosen experts and their weights, both [T, top_k], by the number of the expert."""
-    order = np.argsort(ids, axis=-1)
-    return np.take_along_axis(ids, order, -1), np.take_along_axis(weights, order, -1)
+def _list_options(options: RouterOptions) -> np.ndarray:
+    scoring = moe.SIGMOID if options.sigmoid else moe.SOFTMAX
+    return np.array([options.n_experts, options.top_k, scoring, options.normalise, moe.NO_SHARED], np.int64)
 
 
-@torch.no_grad()
-def _try_router(router: nn.Module) -> tuple[torch.Tensor, np.ndarray, Sequence[torch.Tensor] | None]:
-    """Return random rows, what is added to scores for the choice ([0] for a module that does not take it), and what the module computes
-    with random weights: logits, weights, choice; None if it returns others.
-    """
-    generator = torch.Generator().manual_seed(0)
-    stand_in = copy.copy(router)
-    stand_in._parameters = {
-        name: nn.Parameter(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5, requires_grad=False)
-        for name, p in router._parameters.items()
-        if p is not None
-    }
-    x = torch.randn(7, router._parameters["weight"].shape[1], generator=generator)  # type: ignore[union-attr]
-    correction = 0.3 * torch.randn(len(stand_in._parameters["weight"]), generator=generator)  # type: ignore[arg-type]
-    found: Any = None
-    if has_own := CORRECTION in router._buffers:
-        stand_in._buffers = {CORRECTION: correction}
-    for added in (correction,) if has_own else (torch.empty(0), correction):
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
-            found = stand_in(x) if has_own or not len(added) else stand_in(x, added)
-            break
-    if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, torch.Tensor) for each in found):
-        return x, _NO_CORRECTION, None
-    logits, weights, ids = found
-    k = router.top_k
-    if logits.shape != (7, len(stand_in._parameters["weight"])) or weights.shape != (7, k) or ids.shape != (7, k):  # type: ignore[arg-type]
-        return x, _NO_CORRECTION, None
-    return x, added.numpy(), (logits.contiguous(), weights, ids)
-
-
-@torch.no_grad()
-def find_activation(experts: nn.Module) -> str | tuple[float, float]:
-    """Return what `Kernels.get_gated_activation` takes for the activation of these experts. Raises LookupError if it is another one."""
-    n: Any = 16
-    if "up_proj" in experts._parameters:
-        x = torch.randn(5, n, generator=torch.Generator().manual_seed(0))
-        if torch.equal(experts.act_fn(x), torch.relu(x).square()):  # type: ignore[operator]
-            return SQUARED_RELU
-        raise LookupError("another activation without a gate")
-    both = torch.randn(5, 2 * n, generator=torch.Generator().manual_seed(0)) * 6
-    apply: Any = getattr(experts, "_apply_gate", None)
-    if apply is None:
-        raise LookupError("experts without a gate")
-    found = apply(both)
-    gate, up = both.chunk(2, dim=-1) if getattr(experts, "is_concatenated", True) else (both[:, ::2], both[:, 1::2])
-    for name, activate in ((SILU, nn.functional.silu), (GELU, partial(nn.functional.gelu, approximate="tanh"))):
-        if found.shape == (5, n) and float((found - activate(gate) * up).abs().max()) < _SAME * 100:
-            return name
-    alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
-    if isinstance(alpha, float) and isinstance(limit, float):
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        if float((found - gate * torch.sigmoid(alpha * gate) * (up + 1)).abs().max()) < _SAME * 100:
-            return alpha, limit
-    raise LookupError("another activation")
+def _choose_as(logits: torch.Tensor, correction: torch.Tensor | None, options: RouterOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts for rows of logits [T, E], as `expert_routing.choose_experts` does."""
+    ids, weights = np.zeros((len(logits), options.top_k), np.int32), np.zeros((len(logits), options.top_k), np.float32)
+    added = _NO_CORRECTION if correction is None else correction.numpy()
+    _choose_all(logits.numpy(), added, _list_options(options), np.float32(options.scale), ids, weights)
+    return torch.from_numpy(ids), torch.from_numpy(weights)

@@ -16,10 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ngramspec.backends.cpu.experts_modules import CORRECTION, PackedExperts, PackedRouter, find_activation, find_router_options
+from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter, find_router_options
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
+from ngramspec.models.expert_routing import CORRECTION, find_activation
 from ngramspec.models.expert_weights import ExpertWeights
 from ngramspec.models.parameters import MemoryTensor
 from ngramspec.models.tensor_source import StoredTensor, TensorSource

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu import fused_ops
-from ngramspec.backends.cpu.experts_modules import CORRECTION, PackedExperts, PackedRouter
+from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
@@ -33,6 +33,7 @@ from ngramspec.backends.cpu.weight_map import (
     Rotary,
     WeightMap,
 )
+from ngramspec.models.expert_routing import CORRECTION
 from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.tensor_source import TensorSource
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.cuda_output import CudaOutput, PassResults, PassTimer
 from ngramspec.backends.cuda.device import free_bytes, get_limits, peak_bytes
 from ngramspec.backends.cuda.expected_logits import ExpectedLogits, compute_expected_logits, measure_difference
+from ngramspec.backends.cuda.expert_kernels import PairProduct, find_dependence
+from ngramspec.backends.cuda.expert_layer import holds_experts
 from ngramspec.backends.cuda.gated_delta_kernels import MOST_NODES, DeltaShape
 from ngramspec.backends.cuda.gated_delta_layer import RECURRENT_LAYERS
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
@@ -33,7 +34,7 @@ from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
 from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder, ModulesDecoder, PassDecoder, VendorProduct, Weight
 from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, columns, rows_per_item
 from ngramspec.backends.cuda.quantised import CudaQuantFormat, CudaQuantisedProduct
-from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, LinearProduct, violation
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, KernelPolicy, LinearProduct, violation
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.long_rope import fix_angles
 from ngramspec.outputs import BLOCK, KEPT, DraftTree
@@ -55,17 +56,6 @@ SPACE = 512 << 20
 MARGIN = 256 << 20  # Bytes left free beyond what passes were measured to take: for libraries, and for pieces too small to use.
 
 PROGRAMS_PER_PROCESSOR = 2
-
-
-@dataclass(frozen=True, slots=True)
-class KernelPolicy:
-    """How products with one shape of weight are computed, and whether their rows were proved independent of each other."""
-
-    name: str
-    bitwise: bool
-
-    def __str__(self) -> str:
-        return self.name if self.bitwise else f"{self.name}, numerical"
 
 
 class CudaRunner(Runner):
@@ -121,6 +111,8 @@ class CudaRunner(Runner):
         self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim, model.dtype.itemsize)
         self.policies: dict[tuple[int, int], KernelPolicy] = {}
         self._checked: set[tuple[tuple[int, int], tuple[CudaQuantFormat, ...]]] = set()  # shapes and formats whose products were compared
+        self._checked_experts: set[tuple[int, ...]] = set()  # shapes [E, N, K]
+        self.has_experts = any(holds_experts(module) for module in model.modules())
         self._refused: set[tuple[int, int]] = set()  # shapes of weights for which our products do not run
         progress("checking exactness (the first start compiles its kernels)")
         with torch.inference_mode():
@@ -233,13 +225,34 @@ class CudaRunner(Runner):
                 self._refused.add(shape)
         return VendorProduct(weight, bias) if shape in self._refused else product
 
+    def _multiply_experts(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PairProduct:
+        """Make the product of a layer's experts, weights [E, N, K], and prove its pairs independent of each other.
+
+        Raises UnsupportedModelError if it does not run.
+        """
+        product = PairProduct(weight, bias, self.limits.n_processors)
+        shape, again = (product.n_experts * product.n_out, product.n_in), product.shape in self._checked_experts
+        self._checked_experts.add(product.shape)
+        try:
+            found = find_dependence(product, thoroughly=not again) if self._exact else None
+        except Exception as e:
+            if is_out_of_memory(e):
+                raise
+            log.warning("experts with weights of %s are the model's own; ours do not run here: %s: %s", shape, type(e).__name__, e)
+            self.policies[shape] = KernelPolicy("the model's own experts: ours do not run", False)
+            raise UnsupportedModelError(f"experts with weights of {shape}: {e}") from e
+        known = self.policies.get(shape)
+        if known is None or known.bitwise:
+            self.policies[shape] = KernelPolicy(f"{product.n_experts} experts, fixed tiles" + (f": {found}" if found else ""), not found)
+        return product
+
     def _bind(self, max_len: int) -> CudaDecoder | None:
         """Build the decoder from our own kernels; None if the model's layers are of another kind.
 
         Raises UnsupportedModelError if such layers would have to keep states.
         """
         try:
-            return CudaDecoder(self.model, self._linear, max_len)
+            return CudaDecoder(self.model, self._linear, self._multiply_experts, max_len)
         except UnsupportedModelError as e:
             if has_recurrent_layers(self.model):
                 raise
@@ -255,7 +268,7 @@ class CudaRunner(Runner):
         error = float("nan")
         candidates = [stack] if stack and self.is_recurrent else [stack, None] if stack else [None]
         for decoder in candidates:
-            self._decoder: PassDecoder = decoder or ModulesDecoder(self.model, self._linear, max_len)
+            self._decoder: PassDecoder = decoder or ModulesDecoder(self.model, self._linear, self._multiply_experts)
             self._decoder.pool = self.pool
             try:
                 error = self._measure_error(expected)

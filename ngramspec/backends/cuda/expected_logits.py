@@ -44,7 +44,18 @@ class ExpectedLogits:
 
 
 def compute_expected_logits(model: PreTrainedModel) -> ExpectedLogits:
-    """Compute a model's logits with its own modules, before any of them is replaced."""
+    """Compute a model's logits with its own modules, before any of them is replaced. Experts are run one after the other: that runs in
+    every dtype on every device, with any number of rows.
+    """
+    config = model.config.get_text_config()
+    chosen, config._experts_implementation = config._experts_implementation, "eager"
+    try:
+        return _compute_expected(model)
+    finally:
+        config._experts_implementation = chosen
+
+
+def _compute_expected(model: PreTrainedModel) -> ExpectedLogits:
     n = min(len(model.get_output_embeddings().weight), model.config.get_text_config().vocab_size)
     tokens = torch.arange(N_TOKENS) * 7919 % n
     own = _compute_logits(model, tokens)

@@ -27,7 +27,7 @@ _jit: Any = triton.jit(do_not_specialize=["n_partials", "n_rows"])
 
 
 @triton.jit
-def _sum_up(partials, bias, offset, step, n_partials, n, width, dtype: tl.constexpr):
+def sum_up(partials, bias, offset, step, n_partials, n, width, dtype: tl.constexpr):
     """Sum up elements `n` (below `width`) of a row's product: its partial sums in order, + bias, rounded to `dtype`, as float32.
 
     `offset` is the row's first element in the first partial sum, `step` the distance to the next partial sum.
@@ -96,7 +96,7 @@ def _add_norm(
     at = x + row * x_stride + n
     w = tl.load(weight + n, mask=inside, other=0.0)
     old = tl.load(at, mask=inside, other=0.0)
-    delta = _sum_up(partials, bias, row * width, step, n_partials, n, width, old.dtype)
+    delta = sum_up(partials, bias, row * width, step, n_partials, n, width, old.dtype)
     new = (old.to(tl.float32) + delta).to(old.dtype)
     tl.store(at, new, mask=inside)
     y = _norm_values(new.to(tl.float32), w, width, eps, old.dtype)
@@ -114,11 +114,11 @@ def _gated_activation(
     dtype: tl.constexpr = out.dtype.element_ty
     step = n_rows.to(tl.int64) * width * 2
     first = row * width * 2
-    gate = _sum_up(partials, bias, first, step, n_partials, n, width, dtype)
+    gate = sum_up(partials, bias, first, step, n_partials, n, width, dtype)
     up_bias = None
     if bias is not None:
         up_bias = bias + width
-    up = _sum_up(partials, up_bias, first + width, step, n_partials, n, width, dtype)
+    up = sum_up(partials, up_bias, first + width, step, n_partials, n, width, dtype)
     if ACTIVATION == "silu":
         gate = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu_tanh":
@@ -135,7 +135,7 @@ def _gate_attention(mixed, partials, bias, n_partials, n_rows, width, D: tl.cons
     row, head, d = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BLOCK)
     dtype: tl.constexpr = mixed.dtype.element_ty
     inside = d < D
-    gate = _sum_up(partials, bias, row * width, n_rows.to(tl.int64) * width, n_partials, (2 * head + 1) * D + d, (2 * head + 2) * D, dtype)
+    gate = sum_up(partials, bias, row * width, n_rows.to(tl.int64) * width, n_partials, (2 * head + 1) * D + d, (2 * head + 2) * D, dtype)
     gate = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     at = mixed + (row * tl.num_programs(0) + head) * D + d
     tl.store(at, (tl.load(at, mask=inside, other=0.0).to(tl.float32) * gate).to(dtype), mask=inside)

@@ -6,6 +6,7 @@ it uses) and never wait for the device. Neither knows requests or drafts.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,17 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.cuda import layers
 from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
+from ngramspec.backends.cuda.expert_layer import (
+    ChosenExperts,
+    ExpertLayer,
+    ExpertsModule,
+    MakePairProduct,
+    RouterModule,
+    UsedRows,
+    holds_experts,
+    read_correction,
+    read_router,
+)
 from ngramspec.backends.cuda.gated_delta_layer import GatedDeltaLayer, RecurrentPass, read_delta_shape
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.packed import CudaPackedEmbedding, CudaPackedLinear, joined_weights, packed_parts
@@ -30,7 +42,11 @@ from ngramspec.models.hf_modules import get_bias, get_rms_norm, get_weight
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
 
 # Models whose layers `CudaDecoder` computes, if they have the modules that it expects and the logits agree.
-LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+LLAMA_KIND = frozenset({
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM",
+})  # fmt: skip
+WINDOWED = frozenset({"MistralForCausalLM", "MixtralForCausalLM"})  # Their config has the window of all layers.
 HYBRID_KIND = frozenset({"Qwen3_5ForCausalLM"})  # Queries have gates, norms' weights are added to 1, some layers are Gated DeltaNet.
 
 
@@ -87,17 +103,33 @@ class _AttentionLayer:
 
 
 @dataclass(slots=True)
+class DenseMlp:
+    """An MLP with a gate, without experts."""
+
+    gate_up: LinearProduct
+    down: LinearProduct
+    activation: str
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.down.bias
+
+    def partial(self, x: torch.Tensor, _: UsedRows | None = None) -> torch.Tensor:
+        """Multiply x [R, H] to sums [P, R, H] float32, without the bias."""
+        return self.down.partial(layers.gated(self.gate_up.partial(x), self.gate_up.bias, activation=self.activation, dtype=x.dtype))
+
+
+@dataclass(slots=True)
 class _DecoderLayer:
     first: torch.Tensor
     mixer: _AttentionLayer | GatedDeltaLayer
     out: LinearProduct
     second: torch.Tensor
-    gate_up: LinearProduct
-    down: LinearProduct
+    mlp: DenseMlp | ExpertLayer
 
 
 class CudaDecoder:
-    """A Llama-style decoder that takes nine kernels per layer.
+    """A Llama-style decoder that takes nine kernels per layer, and four or more further ones for a layer with experts.
 
     The norms' sums, the rotary embedding and the activation take up the partial sums of the products before them. So splitting a product
     over its inner dimension, which small models and few rows need to keep the device busy, costs no kernel of its own.
@@ -105,9 +137,10 @@ class CudaDecoder:
 
     pool: CudaPool
 
-    def __init__(self, model: PreTrainedModel, make: MakeLinear, max_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, make: MakeLinear, make_pairs: MakePairProduct, max_len: int) -> None:
         """Take over the weights: the modules' own become views of the concatenated ones. Raises UnsupportedModelError for other layers."""
         name = type(model).__name__
+        self._make, self._make_pairs = make, make_pairs
         if name not in LLAMA_KIND | HYBRID_KIND:
             raise UnsupportedModelError(f"{name} is no Llama-style decoder")
         base: Any = model.base_model
@@ -123,9 +156,9 @@ class CudaDecoder:
         positions = torch.arange(max_len, device=self.last.device)[None]
         cos, sin = base.rotary_emb(torch.empty(1, 1, 1, dtype=model.dtype, device=self.last.device), positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
-        everywhere = getattr(config, "sliding_window", None) if name == "MistralForCausalLM" else None
+        everywhere = getattr(config, "sliding_window", None) if name in WINDOWED else None
         self.delta_shape = read_delta_shape(model)
-        self.layers = [self._layer(layer, make, everywhere) for layer in base.layers]
+        self.layers = [self._layer(layer, everywhere) for layer in base.layers]
         first = next(layer.self_attn for layer in base.layers if hasattr(layer, "self_attn"))
         self.head_dim = int(first.head_dim)
         self.n_heads = first.q_proj.out_features // self.head_dim // (1 + self.centred)
@@ -135,30 +168,50 @@ class CudaDecoder:
         weight: torch.Tensor = norm.weight.detach()
         return 1.0 + weight.float() if self.centred else weight
 
-    def _layer(self, layer: Any, make: MakeLinear, window: int | None) -> _DecoderLayer:
-        mlp, mixed = layer.mlp, "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
+    def _layer(self, layer: Any, window: int | None) -> _DecoderLayer:
+        mixed = "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
         if set(dict(layer.named_children())) != {mixed, "mlp", "input_layernorm", "post_attention_layernorm"}:
             raise UnsupportedModelError(f"{type(layer).__name__}: other modules than expected")
         mixer, out = getattr(layer, mixed), "out_proj" if mixed == "linear_attn" else "o_proj"
-        linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-        linears += [child for name, child in mixer.named_children() if "proj" in name]
-        if not all(type(linear) in (nn.Linear, CudaPackedLinear) for linear in linears):
-            raise UnsupportedModelError(f"{type(layer).__name__}: other linear layers than expected")
+        _check_linears(layer, [child for name, child in mixer.named_children() if "proj" in name])
         return _DecoderLayer(
             first=self._norm_weight(layer.input_layernorm),
-            mixer=self._attention_layer(mixer, make, window) if mixed == "self_attn" else self._recurrent_layer(mixer, make),
-            out=make(*_take_over(mixer, out)),
+            mixer=self._attention_layer(mixer, window) if mixed == "self_attn" else self._recurrent_layer(mixer),
+            out=self._make(*_take_over(mixer, out)),
             second=self._norm_weight(layer.post_attention_layernorm),
-            gate_up=make(*_take_over(mlp, "gate_proj", "up_proj")),
-            down=make(*_take_over(mlp, "down_proj")),
+            mlp=self._expert_layer(layer.mlp) if hasattr(layer.mlp, "experts") else self._dense_mlp(layer.mlp),
         )
 
-    def _attention_layer(self, attn: Any, make: MakeLinear, window: int | None) -> _AttentionLayer:
+    def _dense_mlp(self, mlp: Any) -> DenseMlp:
+        _check_linears(mlp, [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")])
+        return DenseMlp(self._make(*_take_over(mlp, "gate_proj", "up_proj")), self._make(*_take_over(mlp, "down_proj")), self.activation)
+
+    def _expert_layer(self, block: Any) -> ExpertLayer:
+        """Take over a router with its experts, and the shared expert that every row has, with or without a gate of its own."""
+        parts = {name: child for name, child in block.named_children() if not isinstance(child, nn.Identity)}
+        held, router = parts.pop("experts"), parts.pop("gate", None)
+        gated, ungated = parts.pop("shared_expert", None), parts.pop("shared_experts", None)
+        gate = parts.pop("shared_expert_gate", None)
+        if parts or router is None or (gated is None) != (gate is None) or (gated is not None and ungated is not None):
+            raise UnsupportedModelError(f"{type(block).__name__}: other modules than expected")
+        options, weight, bias = read_router(router), router.weight.detach().to(self.last.dtype), getattr(router, "bias", None)
+        if gate is not None:
+            if type(gate) is not nn.Linear or gate.bias is not None or bias is not None:
+                raise UnsupportedModelError(f"{type(block).__name__}: another gate of the shared expert")
+            weight = torch.cat([weight, gate.weight.detach().to(weight.dtype)])
+        mlp = ungated if gated is None else gated
+        shared = None if mlp is None else self._dense_mlp(mlp)
+        if shared is not None and shared.bias is not None:
+            raise UnsupportedModelError(f"{type(block).__name__}: a shared expert with a bias")
+        product, experts = self._make(weight, bias), ChosenExperts(held, self._make_pairs)
+        return ExpertLayer(options, product, read_correction(router), experts, shared)
+
+    def _attention_layer(self, attn: Any, window: int | None) -> _AttentionLayer:
         names = {name for name, child in attn.named_children() if not isinstance(child, nn.Identity)}
         if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= names <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}:
             raise UnsupportedModelError(f"{type(attn).__name__}: other modules than expected")
         return _AttentionLayer(
-            qkv=make(*_take_over(attn, "q_proj", "k_proj", "v_proj")),
+            qkv=self._make(*_take_over(attn, "q_proj", "k_proj", "v_proj")),
             q_norm=self._norm_weight(attn.q_norm) if "q_norm" in names else None,
             k_norm=self._norm_weight(attn.k_norm) if "k_norm" in names else None,
             scale=float(attn.scaling),
@@ -166,9 +219,9 @@ class CudaDecoder:
             gated=self.centred,
         )
 
-    def _recurrent_layer(self, mixer: Any, make: MakeLinear) -> GatedDeltaLayer:
+    def _recurrent_layer(self, mixer: Any) -> GatedDeltaLayer:
         """Take over a layer with Gated DeltaNet. One product has all inputs, unless only large matrices are in blocks."""
-        large, gates = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
+        make, large, gates = self._make, ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
         assert self.delta_shape is not None
         if self.delta_shape.row_width == self.delta_shape.gates_width:
             return GatedDeltaLayer(mixer, self.delta_shape, make(*_take_over(mixer, *large, *gates)), None)
@@ -184,7 +237,7 @@ class CudaDecoder:
         q = torch.empty(len(ids), self.n_heads, self.head_dim, dtype=x.dtype, device=x.device)
         mixed = torch.zeros_like(q)  # rows that only fill up a bucket are not written
         recurrent = RecurrentPass(self.pool, rows.recurrent, self.delta_shape, x) if self.delta_shape and rows.recurrent else None
-        partials, bias, i = None, None, 0
+        used, partials, bias, i = UsedRows(rows.slots, self.pool.dummy), None, None, 0
         for layer in self.layers:
             if partials is None:
                 normed = layers.norm(x, layer.first, self.eps)
@@ -197,8 +250,7 @@ class CudaDecoder:
                 self._attend(layer.mixer, i, normed, rows, plan, (q, mixed))
                 partials, i = layer.out.partial(mixed.view(len(ids), -1)), i + 1
             normed = layers.add_norm(x, partials, layer.out.bias, layer.second, self.eps)
-            mid = layers.gated(layer.gate_up.partial(normed), layer.gate_up.bias, activation=self.activation, dtype=x.dtype)
-            partials, bias = layer.down.partial(mid), layer.down.bias
+            partials, bias = layer.mlp.partial(normed, used), layer.mlp.bias
         assert partials is not None
         normed = layers.add_norm(x, partials, bias, self.last, self.eps)
         self.head(normed if wanted is None else normed[wanted], out=out)
@@ -221,11 +273,17 @@ class ModulesDecoder:
 
     pool: CudaPool
 
-    def __init__(self, model: PreTrainedModel, make: MakeLinear, max_len: int) -> None:
-        """Replace the modules. Raises UnsupportedModelError if the model has layers whose attention cannot be replaced."""
+    def __init__(self, model: PreTrainedModel, make: MakeLinear, make_pairs: MakePairProduct) -> None:
+        """Replace the modules, but for routers and experts that compute something else than ours."""
         self.model = model
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
+                with contextlib.suppress(UnsupportedModelError):
+                    if holds_experts(child):
+                        setattr(parent, name, ExpertsModule(ChosenExperts(child, make_pairs)))
+                    elif type(child).__name__.endswith("Router"):
+                        product = make(child.get_parameter("weight").detach().to(model.dtype), get_bias(child))
+                        setattr(parent, name, RouterModule(read_router(child), product, child))
                 if isinstance(child, CudaPackedLinear):
                     setattr(parent, name, ProductModule(make([child.packed], child.bias), child))
                 elif (weight := get_weight(child)) is not None:
@@ -297,6 +355,11 @@ def _our_norm(module: nn.Module) -> NormModule | None:
     ours = NormModule(weight, eps)
     slack = 1e-5 if weight.dtype == torch.float32 else 2e-2
     return ours if torch.allclose(module(x).float(), ours(x).float(), rtol=slack, atol=slack) else None
+
+
+def _check_linears(owner: nn.Module, linears: list[Any]) -> None:
+    if not all(type(linear) in (nn.Linear, CudaPackedLinear) for linear in linears):
+        raise UnsupportedModelError(f"{type(owner).__name__}: other linear layers than expected")
 
 
 def _take_over(parent: nn.Module, *names: str) -> tuple[Weight, torch.Tensor | None]:

@@ -70,6 +70,12 @@ _HALF_MANY = Tile(128, 256, 64, warps=8, stages=4)
 _FULL = (Tile(64, 16, 32, warps=4, stages=6), Tile(64, 32, 32, warps=4, stages=4), Tile(64, 64, 32, warps=8, stages=4))
 
 
+def list_tiles(item: int, shared: int) -> tuple[Tile, ...]:
+    """Return every tile of weights whose numbers take `item` bytes that `choose_tile` may return, with two stages."""
+    tiles = _FULL if item == 4 else (*_HALF, _HALF_MANY) if shared >= 4 * _HALF_MANY.stage_bytes(2) else _HALF
+    return tuple(replace(tile, stages=2) for tile in tiles)
+
+
 def choose_tile(rows: int, n_out: int, item: int, n_pieces: int, summed: int, n_sms: int, shared: int) -> Tile:
     """Return the tile for `rows` rows: a grid of `n_pieces` pieces, each block summing `summed` of them; `shared` bytes per multiprocessor.
 
@@ -94,7 +100,7 @@ def choose_tile(rows: int, n_out: int, item: int, n_pieces: int, summed: int, n_
 
 
 @triton.jit
-def _piece(w, x, row_mask, columns, begin, end, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr):
+def sum_piece(w, x, row_mask, columns, begin, end, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr):
     """Sum over columns begin..end of a tile: [n, rows] float32. `w` [n, BLOCK_K] and `x` [rows, BLOCK_K] point at the first columns."""
     k = tl.arange(0, BLOCK_K)
     policy: tl.constexpr = "evict_first" if ONCE else ""
@@ -166,11 +172,11 @@ def _product(
         item: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         prefetch_rows(weight + tl.minimum(n, n_out - 1).to(tl.int64) * n_in + begin, (end - begin) * item, LINES)
     await_previous(OVERLAP)
-    total = _piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
+    total = sum_piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
     if SUMMED:
         for s in range(1, n_splits):
             begin, end = bounds(s, n_in, n_splits, STEP)
-            total += _piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
+            total += sum_piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
     store(total, bias, out, n, rows, piece, n_out, n_rows, n_out)
 
 
@@ -187,6 +193,17 @@ def _add_up(partials, bias, out, n_out, n_rows, N_PARTIALS: tl.constexpr, BLOCK:
     if bias is not None:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * n_out + n, total.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPolicy:
+    """How products with one shape of weight are computed, and whether their rows were proved independent of each other."""
+
+    name: str
+    bitwise: bool
+
+    def __str__(self) -> str:
+        return self.name if self.bitwise else f"{self.name}, numerical"
 
 
 class LinearProduct(Protocol):

@@ -92,8 +92,8 @@ def test_checkpoints_of_other_packages_stay_in_blocks(
     tiny_grouped.write(tmp_path / "m", how, **small.SHAPE | small.IDS | {"hidden_size": 64, "intermediate_size": 64})
     dense, packed = (bind(load(tmp_path / "m", torch.bfloat16, device, keeps)) for keeps in (False, True))
     assert isinstance(packed._decoder, CudaDecoder)
-    assert isinstance(packed._decoder.layers[0].down, CudaQuantisedProduct)
-    assert not isinstance(dense._decoder.layers[0].down, CudaQuantisedProduct)  # type: ignore[union-attr]
+    assert isinstance(packed._decoder.layers[0].mlp.down, CudaQuantisedProduct)
+    assert not isinstance(dense._decoder.layers[0].mlp.down, CudaQuantisedProduct)  # type: ignore[union-attr]
     plain, same = decoded(dense, {"temperature": 0}), decoded(packed, {"temperature": 0})
     on = decoded(packed, {"temperature": 0}, plain.tokens[len(PROMPT) :])
     assert plain.tokens == same.tokens == on.tokens
@@ -134,7 +134,7 @@ def test_the_device_keeps_what_the_file_has(options: dict[str, Any], device: str
     held = [m.packed for m in model.modules() if isinstance(m, CudaPackedLinear | CudaPackedEmbedding)]
     stack = runner._decoder
     assert isinstance(stack, CudaDecoder)
-    products = [stack.head] + [p for layer in stack.layers for p in (layer.mixer.qkv, layer.out, layer.gate_up, layer.down)]
+    products = [stack.head] + [p for layer in stack.layers for p in (layer.mixer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)]
     for packed in [*held, *(part for product in products for part in product.parts)]:  # type: ignore[attr-defined]
         for part in (packed.codes, packed.words, packed.supers):
             if part is not None:

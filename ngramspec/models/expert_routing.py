@@ -1,0 +1,132 @@
+"""Find out what the routers and experts of transformers' mixtures of experts compute, by trying them with random weights.
+
+transformers gives every family a router, which chooses experts for rows [T, H], and experts, which take rows, choice and weights. A backend
+that replaces them says how it chooses; here it is found with which options it chooses as the module does, and which activation the experts
+have. Modules may be on the "meta" device. Nothing here knows which layers a model has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_SAME = 1e-5  # Largest difference of weights and activations that counts as rounding.
+CORRECTION = "e_score_correction_bias"  # Name of a router's own buffer [E], which is added to scores for the choice alone.
+
+
+class RouterOptions(NamedTuple):
+    """How a router chooses `top_k` of `n_experts` by their logits, and weighs them."""
+
+    n_experts: int
+    top_k: int
+    sigmoid: bool
+    """Whether scores are the sigmoid of the logits instead of their softmax."""
+    normalise: bool
+    """Whether the weights of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of all weights."""
+
+
+# Chooses for logits [T, E] and what is added to scores for the choice alone [E] (None: nothing): ids and weights [T, top_k].
+Choose = Callable[[torch.Tensor, torch.Tensor | None, RouterOptions], tuple[torch.Tensor, torch.Tensor]]
+
+
+def choose_experts(logits: torch.Tensor, correction: torch.Tensor | None, options: RouterOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts for logits [T, E] float32: ids [T, top_k], best first and equal ones by lowest id, and weights [T, top_k]."""
+    scores = logits.sigmoid() if options.sigmoid else logits.softmax(-1)
+    by = (scores if options.sigmoid else logits) + (0 if correction is None else correction)
+    ids = by.sort(dim=-1, descending=True, stable=True).indices[:, : options.top_k]
+    weights = scores.gather(-1, ids)
+    return ids, weights / (weights.sum(-1, keepdim=True) if options.normalise else 1) * options.scale
+
+
+def find_router_options(router: nn.Module, choose: Choose = choose_experts) -> RouterOptions | None:
+    """Return the options with which `choose` chooses as this module does; None if it computes something else."""
+    weight = router._parameters.get("weight")
+    top_k = getattr(router, "top_k", None)
+    if weight is None or weight.dim() != 2 or not isinstance(top_k, int) or not 0 < top_k <= weight.shape[0]:
+        return None
+    correction, expected = _try_router(router)
+    if expected is None:
+        return None
+    logits, weights, ids = expected
+    for sigmoid in (False, True):
+        for normalise in (True, False):
+            options = RouterOptions(weight.shape[0], top_k, sigmoid, normalise)
+            chosen, ours = choose(logits, correction, options)
+            scale = float(weights.sum() / ours.sum())
+            # some routers' choice is in no order
+            (chosen, ours), (their_choice, theirs) = _sort_choice(chosen, ours), _sort_choice(ids, weights)
+            if torch.equal(chosen, their_choice) and float((ours * scale - theirs).abs().max()) < _SAME:
+                return options._replace(scale=1.0 if abs(scale - 1) < _SAME else scale)
+    return None
+
+
+def _sort_choice(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return chosen experts and their weights, both [T, top_k], by the number of the expert."""
+    ids, order = ids.long().sort(dim=-1)
+    return ids, weights.gather(-1, order)
+
+
+@torch.no_grad()
+def _try_router(router: nn.Module) -> tuple[torch.Tensor | None, Sequence[torch.Tensor] | None]:
+    """Return what is added to scores for the choice (None for a module that does not take it), and what the module computes of random
+    rows with random weights: logits, weights, choice; None if it returns others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    stand_in = copy.copy(router)
+    stand_in._parameters = {
+        name: nn.Parameter(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5, requires_grad=False)
+        for name, p in router._parameters.items()
+        if p is not None
+    }
+    x = torch.randn(7, router._parameters["weight"].shape[1], generator=generator)  # type: ignore[union-attr]
+    correction = 0.3 * torch.randn(len(stand_in._parameters["weight"]), generator=generator)  # type: ignore[arg-type]
+    found: Any = None
+    if has_own := CORRECTION in router._buffers:
+        stand_in._buffers = {CORRECTION: correction}
+    for added in (correction,) if has_own else (None, correction):
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
+            found = stand_in(x) if has_own or added is None else stand_in(x, added)
+            break
+    if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, torch.Tensor) for each in found):
+        return None, None
+    logits, weights, ids = found
+    k = router.top_k
+    if logits.shape != (7, len(stand_in._parameters["weight"])) or weights.shape != (7, k) or ids.shape != (7, k):  # type: ignore[arg-type]
+        return None, None
+    return added, (logits.contiguous(), weights, ids)
+
+
+@torch.no_grad()
+def find_activation(experts: nn.Module) -> str | tuple[float, float]:
+    """Return the activation of these experts: "silu" or "gelu" (of the gate, times up; gelu with tanh), "squared relu" without a gate, or
+    (alpha, limit) of gpt-oss's. Raises LookupError if it is another one.
+    """
+    n: Any = 16
+    if "up_proj" in experts._parameters:
+        x = torch.randn(5, n, generator=torch.Generator().manual_seed(0))
+        if torch.equal(experts.act_fn(x), torch.relu(x).square()):  # type: ignore[operator]
+            return "squared relu"
+        raise LookupError("another activation without a gate")
+    both = torch.randn(5, 2 * n, generator=torch.Generator().manual_seed(0)) * 6
+    apply: Any = getattr(experts, "_apply_gate", None)
+    if apply is None:
+        raise LookupError("experts without a gate")
+    found = apply(both)
+    gate, up = both.chunk(2, dim=-1) if getattr(experts, "is_concatenated", True) else (both[:, ::2], both[:, 1::2])
+    for name, activate in (("silu", nn.functional.silu), ("gelu", partial(nn.functional.gelu, approximate="tanh"))):
+        if found.shape == (5, n) and float((found - activate(gate) * up).abs().max()) < _SAME * 100:
+            return name
+    alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+    if isinstance(alpha, float) and isinstance(limit, float):
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if float((found - gate * torch.sigmoid(alpha * gate) * (up + 1)).abs().max()) < _SAME * 100:
+            return alpha, limit
+    raise LookupError("another activation")
