@@ -21,6 +21,7 @@ from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.models.reference import find_needed_layers
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span
 from ngramspec.sampling_params import SamplingParams
@@ -127,7 +128,8 @@ def tight_pool(arch: str) -> int:
     """Bytes of a pool that two of the sequences fill."""
     model = tiny.tiny_model(arch)
     model.config._attn_implementation = "ngramspec"
-    n_bytes = blocks = 9 * KVPool.block_bytes(kv_shapes(model, torch.device("cpu")))
+    shapes = [shape for i, shape in enumerate(kv_shapes(model, torch.device("cpu"))) if find_needed_layers(model, i) == [i]]
+    n_bytes = blocks = 9 * KVPool.block_bytes(shapes)
     runner = bind(arch) if has_recurrent_layers(model) else None
     if runner is not None and runner.weight_map is not None and runner.weight_map.state_shape is not None:
         size = runner.weight_map.state_shape.state_bytes

@@ -107,6 +107,21 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
         "head_dim": 16,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": WINDOW,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": False,
+    },
     "ministral3": {
         "head_dim": 16,
         "rope_parameters": {
@@ -158,6 +173,8 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "e_score_correction_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
     model.generation_config.eos_token_id = EOS
     return model.eval().requires_grad_(False)
 

@@ -80,6 +80,13 @@ def find_needed_layers(model: PreTrainedModel, layer: int) -> list[int]:
     return [own[-1], layer]
 
 
+def find_key_layers(model: PreTrainedModel) -> list[int]:
+    """Return for each layer whose keys and values it has, as a number among the layers with keys and values of their own."""
+    owners = [find_needed_layers(model, i)[0] for i in range(len(layers_of(model)))]
+    own = sorted(set(owners))
+    return [own.index(owner) for owner in owners]
+
+
 def _describe_layer(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
     weights = layer.state_dict().keys()
     for path, module in layer.named_modules():
@@ -89,7 +96,7 @@ def _describe_layer(layer: torch.nn.Module) -> Iterator[tuple[str, object]]:
             if not name.startswith("_") and _is_plain(value):
                 yield f"{path}.{name}", value
         for name, buffer in module.named_buffers(recurse=False):
-            if not buffer.is_meta and f"{path}.{name}" not in weights:
+            if not buffer.is_meta and f"{path}.{name}".removeprefix(".") not in weights:
                 yield f"{path}.{name}", (tuple(buffer.shape), buffer.double().sum().item(), buffer.double().square().sum().item())
 
 

@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[int, int]] = {
 }
 
 # Ends of the names of routers, which choose experts: they are small, and what they choose is sensitive to rounding.
-_ROUTERS = (".gate.weight", ".router.weight", "shared_expert_gate.weight")
+_ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", "shared_expert_gate.weight")
 CHUNK = 1 << 22  # Weights that are dequantised at a time while a tensor is read whole.
 
 

@@ -12,6 +12,7 @@ Layout of a layer, chosen so that tiles (`codegen.simd`) read consecutive floats
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from ngramspec.backends.cpu.codegen.simd import (
 )
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.compiled_calls import find_address
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Batch
@@ -275,6 +277,14 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
             out[row0 + m // part, head0 + m % part, d] = acc[m * n_dim + d] * inverse
 
 
+def find_attention(kv_dtype: str | np.dtype) -> int:
+    """Return the address of `attend_piece` for keys and values of a dtype; compile it, or load it from disk."""
+    heads, line, table = np.empty((0, 0, 0), np.float32), np.empty(0, np.int32), np.empty((0, 0), np.int32)
+    keys, zero = np.empty((0, 0, 0, 0), kv_dtype), np.float32(0)
+    more = table, table, line, line, table, zero, 0, zero, np.empty(0, np.float32)
+    return find_address(attend_piece, 0, 0, 0, heads, keys, keys, heads, *more)
+
+
 @njit(cache=True, nogil=True, parallel=True)
 def _attend(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, sinks, n_threads):
     """Compute attention of q [T, H, D] over one layer's pool into out [T, H, D]. The rows' own keys and values must have been written.
@@ -330,6 +340,8 @@ class CpuAttentionPass:
 
     pool: KVPool
     batch: Batch
+    kv_layers: Sequence[int]
+    """Which layer of the pool has the keys and values of each layer."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float,
@@ -337,4 +349,4 @@ class CpuAttentionPass:
     ) -> torch.Tensor:  # fmt: skip
         if found := {str(x.dtype) for x in (q, k, v)} - {"torch.float32"}:
             raise UnsupportedModelError(f"layer {layer}: attention over {', '.join(found)}; on the CPU it is computed in torch.float32")
-        return attend(q, k, v, self.pool, layer, self.batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return attend(q, k, v, self.pool, self.kv_layers[layer], self.batch, scale=scale, window=window, softcap=softcap, sinks=sinks)

@@ -60,24 +60,24 @@ class KVPool(BlockTables):
     ) -> None:
         """Allocate the pool. `shapes`: per layer (n_kv_heads, head_dim). `dtype`: float32, or uint16 for the bits of float16."""
         super().__init__(n_blocks, max_seqs, max_len)
-        alike = len(set(shapes)) == 1
-        self.all_keys: np.ndarray | None = None
-        """[layers, blocks, ...] if all layers have one shape; `all_values` likewise. `keys` and `values` are then views of them."""
-        self.all_values: np.ndarray | None = None
+        sizes = [n_blocks * h * d * BLOCK for h, d in shapes]
         try:
             # zeros: pages are taken from the system as they are first written
-            if alike:
-                h, d = shapes[0]
-                self.all_keys = np.zeros((len(shapes), n_blocks, h, d, BLOCK), dtype)
-                self.all_values = np.zeros((len(shapes), n_blocks, h, BLOCK, d), dtype)
-                self.keys, self.values = list(self.all_keys), list(self.all_values)
-            else:
-                self.keys = [np.zeros((n_blocks, h, d, BLOCK), dtype) for h, d in shapes]
-                self.values = [np.zeros((n_blocks, h, BLOCK, d), dtype) for h, d in shapes]
+            keys, values = np.zeros(sum(sizes), dtype), np.zeros(sum(sizes), dtype)
         except MemoryError as e:
             raise OutOfMemoryError(
                 f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes, dtype) >> 20} MiB) does not fit in memory"
             ) from e
+        parts = [list(zip(shapes, np.split(each, np.cumsum(sizes)[:-1]), strict=True)) for each in (keys, values)]
+        self.keys = [part.reshape(n_blocks, h, d, BLOCK) for (h, d), part in parts[0]]
+        self.values = [part.reshape(n_blocks, h, BLOCK, d) for (h, d), part in parts[1]]
+        self.is_uniform = len(set(shapes)) == 1
+        """Whether all layers have one shape."""
+        whole = (len(shapes), *self.keys[0].shape), (len(shapes), *self.values[0].shape)
+        self.all_keys, self.all_values = (
+            each.reshape(shape if self.is_uniform else (1, 1, 1, 1, -1)) for each, shape in zip((keys, values), whole, strict=True)
+        )
+        """[layers, blocks, ...], or [1, 1, 1, 1, numbers] of all layers one after the other if their shapes differ."""
 
     @property
     def states(self) -> tuple[np.ndarray, ...]:
@@ -123,7 +123,7 @@ class KVPool(BlockTables):
     def move(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> None:
         """Move keys and values as `backends.base.NativeForward.keep_paths` says."""
         which = self.tables, slots, starts, ends, positions
-        if self.all_keys is not None:
+        if self.is_uniform:
             move_all(self.all_keys, self.all_values, *which)
         else:
             for keys, values in zip(self.keys, self.values, strict=True):

@@ -9,32 +9,45 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ngramspec.backends.cpu import experts as moe
+from ngramspec.backends.cpu.attention import find_attention
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.gated_delta import gather_inputs, run_recurrent
 from ngramspec.backends.cpu.kv_pool import KVPool
+from ngramspec.backends.cpu.layer_ends import NORMS, run_layer_end
 from ngramspec.backends.cpu.llama_layers import (
     DOWN,
     OUT,
+    LayerEnd,
+    LayerInputs,
     LayerWeights,
     MambaOptions,
     MambaWeights,
     ModelOptions,
+    OutsideWeights,
     RecurrentOptions,
     describe_experts,
     stack_norms,
 )
 from ngramspec.backends.cpu.llama_pass import (
+    ACTIVATE,
+    ACTIVATE_EXPERTS,
+    ATTEND,
     EXPERTS,
+    FUNCTIONS,
     GATE_ROW,
     HEADS,
+    LAYER_END,
+    MIXER,
     NORM,
     PARTS,
-    RECURRENT,
+    QUANTISE,
+    UNPACK,
+    UNPACK_INPUTS,
     CompiledModel,
     CompiledPass,
     SharedPass,
@@ -54,7 +67,9 @@ from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix
 from ngramspec.backends.cpu.short_conv import run_short_conv
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.threads import make_counters
+from ngramspec.backends.cpu.varied_heads import HEAD_FIELDS, KEYS_AT, copy_heads_row, run_varied_attention
 from ngramspec.datastore.compiled_calls import find_address
+from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Batch
 
 # Positions whose angles are computed at a time: always the same groups, so that a position's angles always have the same bits.
@@ -81,7 +96,7 @@ class _Buffers(NamedTuple):
     """They stand in the order in which `run_thread` unpacks them."""
     pairs: moe.PairBuffers
     gates: np.ndarray
-    """[n_rows, heads · D], or [0, 0] without gates."""
+    """[n_rows, heads · D], or [0, 0] without gates; in their place tokens' inputs to layers, [n_rows, L · P, and a quant block]."""
 
 
 class LlamaDecoder:
@@ -91,10 +106,8 @@ class LlamaDecoder:
         self,
         context: MatmulContext,
         layers: Sequence[LayerWeights],
+        outside: OutsideWeights,
         *,
-        embedding: Matrix,
-        head: Matrix,
-        norm: np.ndarray,
         options: ModelOptions,
         angles: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
         query_scales: Callable[[int, int], np.ndarray],
@@ -102,21 +115,26 @@ class LlamaDecoder:
         """Prepare packed weights for compiled passes.
 
         `angles(first, n)` returns cos and sin [R, n, D] of n positions from `first` on for R rotary embeddings; `query_scales(first, n)`
-        the factors [n] of their queries, or [0] for none. `norm`, which comes before the head, is as those of layers.
+        the factors [n] of their queries, or [0] for none.
         """
+        embedding, norm, head, inputs = outside
         self.context, self.layers, self.options = context, tuple(layers), options
         n_heads, head_dim = options.n_heads, options.head_dim
         self.hidden, self._angles, self._query_scales = embedding.weight.n_in, angles, query_scales
         self.vocab_size = head.weight.n_out
         mixed = [layer.experts for layer in layers if layer.experts]
-        self._recurrent, more = _describe_recurrent(layers, options)
+        self._n_inputs = 0 if inputs is None else len(inputs.norm)
+        varied = any(layer.heads or layer.end for layer in layers)
+        self._recurrent, more = _describe_varied(layers, inputs, self.hidden) if varied else _describe_recurrent(layers, options)
         self.matrices = [
             *(m for layer in layers for m in layer.matrices), *(m for each in mixed for m in each.matrices), *more, embedding, head,
         ]  # fmt: skip
         of_layers = np.zeros((len(layers), DOWN + 1, MATRIX), np.int64)
         for fields, layer in zip(of_layers, layers, strict=True):
-            for i, m in (*enumerate(layer.mixer), *enumerate(layer.mlp, DOWN + 1 - len(layer.mlp))):
-                fields[i] = m.fields
+            *inputs_of_mixer, out = layer.mixer or (None,)
+            for i, m in (*enumerate(inputs_of_mixer), (OUT, out), *enumerate(layer.mlp, DOWN + 1 - len(layer.mlp))):
+                if m is not None:
+                    fields[i] = m.fields
         self._matrices = np.concatenate([of_layers.reshape(-1, MATRIX), [embedding.fields, head.fields]])
         self._experts = describe_experts(layers)
         sinks = [layer.sinks for layer in layers if layer.sinks is not None]
@@ -129,18 +147,15 @@ class LlamaDecoder:
         self._rotary = np.array([layer.rotary for layer in layers], np.int64)
         kernels = context.kernels
         unpack = kernels.get_unpack(embedding.weight.format)
-        self._functions = np.array(
-            [
-                kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0,
-                kernels.get_activation(options.activation), unpack,
-                kernels.get_gated_activation(mixed[0].activation) if mixed else 0, 0, 0, 0, 0, 0,
-            ],
-            np.int64,
-        )  # fmt: skip
+        self._functions = np.zeros(FUNCTIONS, np.int64)
+        self._functions[QUANTISE] = kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0
+        self._functions[ACTIVATE], self._functions[UNPACK] = kernels.get_activation(options.activation), unpack
+        self._functions[ACTIVATE_EXPERTS] = kernels.get_gated_activation(mixed[0].activation) if mixed else 0
+        self._functions[UNPACK_INPUTS] = kernels.get_unpack(inputs.table.weight.format) if inputs else 0
         self.begin_at(0)
         self._buffers: _Buffers | None = None
         self._model: CompiledModel | None = None
-        self._model_of: tuple[object, ...] = ()
+        self._model_of: tuple[Any, ...] = ()
         """The pool and the arrays that it is made of."""
         self._pass: CompiledPass | None = None
         self._shared: SharedPass | None = None
@@ -219,7 +234,13 @@ class LlamaDecoder:
             self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
         run = run_recurrent if self.options.recurrent else run_short_conv if self.options.short_conv else run_mamba2
         if any(layer.keeps_state for layer in self.layers):
-            self._functions[RECURRENT] = find_address(run, 0, 0, self._shared)
+            self._functions[MIXER] = find_address(run, 0, 0, self._shared)
+        if any(layer.heads for layer in self.layers):
+            self._functions[MIXER] = find_address(run_varied_attention, 0, 0, self._shared)
+            self._functions[GATE_ROW] = find_address(copy_heads_row, 0, 0, self._shared)
+            self._functions[ATTEND] = find_attention(self._model_of[0].keys[0].dtype)
+        if any(layer.end for layer in self.layers):
+            self._functions[LAYER_END] = find_address(run_layer_end, 0, 0, self._shared)
         if self.options.gated or self.options.mamba:
             self._functions[GATE_ROW] = find_address(gate_row if self.options.gated else norm_gated_row, 0, 0, self._shared)
         if not self.options.turns_halves:
@@ -238,8 +259,6 @@ class LlamaDecoder:
 
     def get_compiled_model(self, pool: KVPool, n_rows: int, n_positions: int) -> CompiledModel:
         """Return the struct for passes of up to `n_rows` rows over positions below `n_positions`."""
-        assert pool.all_keys is not None
-        assert pool.all_values is not None
         self._ensure_buffers(n_rows)
         self._ensure_angles(n_positions)
         of = pool, self._buffers, self._angles_so_far
@@ -260,7 +279,9 @@ class LlamaDecoder:
         if self._buffers is None or self._buffers.n_rows < n_rows:
             n = max(16, 1 << (n_rows - 1).bit_length())
             n_heads, head_dim = self.options.n_heads, self.options.head_dim
-            inputs = max(sum(m.weight.n_panels for m in each.mixer[:OUT]) + _count_gates(each) for each in self.layers)
+            inputs = max(sum(m.weight.n_panels for m in each.mixer[:-1]) + _count_gates(each) for each in self.layers)
+            if any(each.end and each.end.experts for each in self.layers):  # their sum lies there, too
+                inputs = max(inputs, -(-self.hidden // WIDTH))
             dense = [each.mlp[0].weight.n_panels for each in self.layers if each.mlp]
 
             def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
@@ -268,7 +289,7 @@ class LlamaDecoder:
 
             inner_size = self.options.mamba.n_inner if self.options.mamba else 0
             wide, mixed = _round_up(self.hidden), _round_up(max(n_heads * head_dim, inner_size))
-            inner = max(dense, default=0) * WIDTH
+            inner = max(max(dense, default=0) * WIDTH, self._n_inputs)
             codes = max(wide, mixed)
             out = zeros(mixed)
             heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
@@ -279,7 +300,8 @@ class LlamaDecoder:
                 zeros(2, _round_up(inner), dtype=np.int8), zeros(2, _round_up(inner) // DEPTH, 4),
             )  # fmt: skip
             layers_of_experts = [each.experts for each in self.layers if each.experts]
-            gates = zeros(n_heads * head_dim) if self.options.gated else np.zeros((0, 0), np.float32)
+            n_gates = n_heads * head_dim if self.options.gated else self._n_inputs and self._n_inputs * len(self.layers) + DEPTH
+            gates = zeros(n_gates) if n_gates else np.zeros((0, 0), np.float32)
             self._buffers = _Buffers(n, arrays, moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)), gates)
 
     def _ensure_angles(self, n_positions: int) -> None:
@@ -340,6 +362,42 @@ def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) 
         conv, norms = [_gather_channel_taps(each.conv, mamba) for each in mixers], [each.norm for each in mixers]
         rates = stack_arrays([_list_rates(each, mamba) for each in mixers], 5, 0)
     return (which, kv_layers, numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays(norms, 0)), more
+
+
+def _describe_varied(
+    layers: Sequence[LayerWeights], inputs: LayerInputs | None, hidden: int
+) -> tuple[tuple[np.ndarray, ...], list[Matrix]]:
+    """Return what `varied_heads` and `layer_ends` read of L layers, and matrices that are not among a layer's seven.
+
+    The arrays stand in the places of those of `_describe_recurrent` and have their types: number of the layer [L] twice; heads
+    [(L + 1) · HEAD_FIELDS]; fields of a gate and a projection per layer, and of those of `inputs` [2 · L + 2, MATRIX]; an empty one; norms
+    [L, NORMS, H]; factors of a layer and of its experts, and in the last line factors and norm of `inputs` [L + 1, ..].
+    """
+    ends, n = [layer.end or LayerEnd(1.0) for layer in layers], len(layers)
+    n_numbers = max(
+        len(inputs.factors) + len(inputs.norm) if inputs else 0, *(1 + len(end.experts.scales if end.experts else ()) for end in ends)
+    )
+    heads, fields = np.zeros((n + 1, HEAD_FIELDS), np.int64), np.zeros((2 * n + 2, MATRIX), np.int64)
+    norms, numbers = np.zeros((n, NORMS, hidden), np.float32), np.zeros((n + 1, n_numbers), np.float32)
+    more, keys_at = list[Matrix](), 0
+    for i, (layer, end) in enumerate(zip(layers, ends, strict=True)):
+        if (own := layer.heads) is not None:
+            heads[i] = own.n_kv, own.head_dim, own.n_projections, own.n_pairs, keys_at if own.owner < 0 else heads[own.owner, KEYS_AT]
+            keys_at += own.n_kv * own.head_dim * BLOCK if own.owner < 0 else 0
+        if end.gate is not None and end.projection is not None and end.norm is not None:
+            more += [end.gate, end.projection]
+            fields[2 * i], fields[2 * i + 1], norms[i, 0] = end.gate.fields, end.projection.fields, end.norm
+        numbers[i, 0] = end.scale
+        if (of_experts := end.experts) is not None:
+            norms[i, 1:] = np.stack(of_experts[: NORMS - 1])
+            numbers[i, 1 : 1 + len(of_experts.scales)] = of_experts.scales
+    heads[n, KEYS_AT] = keys_at
+    if inputs is not None:
+        more += [inputs.projection, inputs.table]
+        fields[2 * n :] = inputs.projection.fields, inputs.table.fields
+        numbers[n, : 3 + len(inputs.norm)] = *inputs.factors, *inputs.norm
+    which = np.arange(n, dtype=np.int64)
+    return (which, which, heads.reshape(-1), fields, np.zeros((0, 0, 4, 0), np.float32), norms, numbers), more
 
 
 def _gather_taps(conv: np.ndarray, head: int, options: RecurrentOptions) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 A Llama-style layer is: norm, attention with rotary embedding (in some layers or all), optionally a norm of the queries and keys of every
 head or of all, optionally queries scaled by their position, norm, MLP or a mixture of such (`experts`). What attention and MLP compute may
-be normed before it is added to the hidden states, with norms before them or without; the MLP may see what attention sees. After the last
-layer come a norm and the head.
+be normed before it is added to the hidden states, with norms before them or without; the MLP may see what attention sees. Heads may
+differ by layer (`varied_heads`), and a layer may compute more after its MLP (`layer_ends`). After the last layer come a norm and the head.
 """
 
 from __future__ import annotations
@@ -128,13 +128,74 @@ class MambaOptions(NamedTuple):
         return np.array([self.n_heads, self.head_dim, self.n_groups, self.state_size, self.n_piece_heads], np.int64)
 
 
+class LayerHeads(NamedTuple):
+    """The heads of a layer in a model where they differ by layer (`varied_heads`)."""
+
+    n_kv: int
+    head_dim: int
+    n_pairs: int
+    """Pairs of numbers that the rotary embedding turns: the first ones of a head's first half with those of its second half."""
+    owner: int = -1
+    """The earlier layer whose keys and values are used; -1: the layer has its own."""
+    has_values: bool = True
+    """Whether values have a matrix; if not, they are made of the same numbers as keys."""
+
+    @property
+    def n_projections(self) -> int:
+        """How many of Q, K and V there are."""
+        return 1 if self.owner >= 0 else 2 + self.has_values
+
+
+class ExpertNorms(NamedTuple):
+    """What experts that are computed beside an MLP have besides their matrices."""
+
+    router: np.ndarray
+    """[H]: of what the router sees."""
+    before: np.ndarray
+    """[H]: of what the experts see."""
+    after: np.ndarray
+    """[H]: of their sum."""
+    after_mlp: np.ndarray
+    """[H]: of what the MLP computes."""
+    scales: np.ndarray
+    """[E]: factors of the experts' weights."""
+
+
+class LayerEnd(NamedTuple):
+    """What a layer computes after its MLP (`layer_ends`)."""
+
+    scale: float
+    """Factor of the layer's output."""
+    gate: Matrix | None = None
+    """[P, H]: of the token's input to the layer, if there is one."""
+    projection: Matrix | None = None
+    """[H, P]: of the gated input."""
+    norm: np.ndarray | None = None
+    """[H]: of the projected input."""
+    experts: ExpertNorms | None = None
+
+
+class LayerInputs(NamedTuple):
+    """What makes a token's inputs [P] to each of L layers (`layer_ends`): rows of a table and a projection of the token's embedding."""
+
+    table: Matrix
+    """[V, L · P]"""
+    projection: Matrix
+    """[L · P, H]"""
+    norm: np.ndarray
+    """[P]: of what the projection makes for a layer."""
+    factors: tuple[float, float, float]
+    """Those of the table, of the projection, and of their sum."""
+
+
 class LayerWeights(NamedTuple):
     matrices: tuple[Matrix, ...]
     """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone; a
     layer that is an MLP alone lacks Q to OUT.
 
     A recurrent layer has the matrices of its convolution's input, of z and of b in place of Q, K and V; one with a short convolution
-    those of B, C and x (`short_conv`), one with Mamba-2 those of z, of its convolution's input and of dt.
+    those of B, C and x (`short_conv`), one with Mamba-2 those of z, of its convolution's input and of dt. One with `heads` may lack V, or K
+    and V.
     """
     norms: tuple[np.ndarray, np.ndarray] | None
     """[H] each, before attention and before the MLP; with the biases of a LayerNorm [2 · H]."""
@@ -153,10 +214,14 @@ class LayerWeights(NamedTuple):
     short_conv: np.ndarray | None = None
     """[taps, H] float32, in place of attention: factors of the earliest token's input to the token's own."""
     mamba: MambaWeights | None = None
+    heads: LayerHeads | None = None
+    end: LayerEnd | None = None
 
     @property
     def mixer(self) -> tuple[Matrix, ...]:
         """Q to OUT, or nothing."""
+        if self.heads is not None:
+            return self.matrices[: self.heads.n_projections + 1]
         return self.matrices[:GATE] if len(self.matrices) >= GATE else ()
 
     @property
@@ -167,6 +232,16 @@ class LayerWeights(NamedTuple):
     def keeps_state(self) -> bool:
         """Whether the layer has a state in place of keys and values."""
         return self.recurrent is not None or self.short_conv is not None or self.mamba is not None
+
+
+class OutsideWeights(NamedTuple):
+    """The weights before the first layer and after the last one."""
+
+    embedding: Matrix
+    norm: np.ndarray
+    """[H], or [2 · H] with biases."""
+    head: Matrix
+    inputs: LayerInputs | None = None
 
 
 class ModelOptions(NamedTuple):

@@ -55,8 +55,9 @@ from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
 # Indices of a model's functions, which are addresses; 0 for one that it does not need, or HEADS and NORM that the pass computes itself.
-QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM, RECURRENT, GATE_ROW = range(9)
-PARTS = 15  # Most parts of one layer's pass.
+QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM, MIXER, GATE_ROW, ATTEND, LAYER_END, UNPACK_INPUTS = range(12)
+FUNCTIONS = 12
+PARTS = 17  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
 
 
@@ -121,7 +122,7 @@ def make_shared_pass(*members):
 
 
 @njit(cache=True, nogil=True)
-def _add_row(x, delta, post_norms, i, numbers, out):
+def add_row(x, delta, post_norms, i, numbers, out):
     """Compute out [H] = x + delta · residual scale, where delta is normed by post-norm `i` if there are any."""
     factor = numbers[RESIDUAL_SCALE]
     if post_norms.shape[0]:
@@ -238,7 +239,8 @@ def run_experts(part, layer, shared):
 
 
 @njit(cache=True, nogil=True)
-def _embed(function, m, token, scale, panel, x):
+def embed_token(function, m, token, scale, panel, x):
+    """Write row `token` of a matrix [.., K], times `scale`, to x [at most K]; `function` unpacks its panel to `panel` [K, WIDTH]."""
     p, lane = token // WIDTH, token % WIDTH
     at = m[0] + p * m[PANEL_BYTES]
     call_kernel(function, (at, m[BLOCKS], m[SUPER_AT], m[CODES_AT], panel.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0))
@@ -367,7 +369,7 @@ def run_thread(thread, shared):
                 break
             panel = np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                _embed(unpack, table, input_ids[r], numbers[EMBEDDING_SCALE], panel, x[r])
+                embed_token(unpack, table, input_ids[r], numbers[EMBEDDING_SCALE], panel, x[r])
             finish_piece(state, part)
         wait_for_pieces(state, part, pieces)
         part += 1
@@ -384,13 +386,13 @@ def run_thread(thread, shared):
                 break
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 if layer > first:
-                    _add_row(x[r], delta[r], post_norms, 2 * layer - 1, numbers, x[r])
+                    add_row(x[r], delta[r], post_norms, 2 * layer - 1, numbers, x[r])
                 _norm_and_quantise_row(x[r], norms, 2 * layer, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
             finish_piece(state, part)
         wait_for_pieces(state, part, pieces)
         mixes = m[OUT, PANELS] > 0
         if recurrent[layer] >= 0:
-            call_compiled(functions[RECURRENT], (part + 1, layer, shared))
+            call_compiled(functions[MIXER], (part + 1, layer, shared))
         elif mixes:
             keys, values = all_keys[kv_layers[layer]], all_values[kv_layers[layer]]
             run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
@@ -447,7 +449,7 @@ def run_thread(thread, shared):
                 if i >= pieces:
                     break
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                    _add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
+                    add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
                     i_norm = np.int64(-1) if form[PARALLEL] else 2 * layer + 1
                     _norm_and_quantise_row(x[r], norms, i_norm, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
                 finish_piece(state, part + 6)
@@ -456,7 +458,9 @@ def run_thread(thread, shared):
             first_matrix = GATE if m[GATE, PANELS] else UP
             _run_mlp_part(state, part + 7, threads, m[first_matrix : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)
             run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
-        if has_experts:
+        if functions[LAYER_END]:
+            call_compiled(functions[LAYER_END], (part + 9, layer, shared))
+        elif has_experts:
             call_compiled(functions[EXPERTS], (part + 9, layer, shared))
         part += PARTS
     n_wanted, n_kept = wanted.shape[0], states.shape[0]
@@ -466,7 +470,7 @@ def run_thread(thread, shared):
             break
         row = np.empty(hidden, np.float32)
         r = wanted[i] if i < n_wanted else i - n_wanted
-        _add_row(x[r], delta[r], post_norms, 2 * last - 1, numbers, row)
+        add_row(x[r], delta[r], post_norms, 2 * last - 1, numbers, row)
         _norm_row(functions, row, last_norm, eps, normed[i, :hidden] if i < n_wanted else states[r])
         if i < n_wanted:
             quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])

@@ -254,14 +254,16 @@ class LlamaRunner(Runner):
         for i, layer in enumerate(self.decoder.layers):
             matrices = (*layer.matrices, *(layer.experts.matrices if layer.experts else ()))
             parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in matrices)
-            kinds.setdefault((parts, layer.window, layer.rotary, layer.keeps_state), i)
+            heads = layer.heads and (layer.heads[:3], layer.heads.owner < 0)
+            kinds.setdefault((parts, layer.window, layer.rotary, layer.keeps_state, heads), i)
         return all(self.rows_are_independent(partial(self._compute_states, i), 4) for i in kinds.values()) and self._head_is_independent()
 
     def _compute_states(self, layer: int, spans: list[Span]) -> np.ndarray:
-        """Run a pass through one layer and return its hidden states [T, H]."""
+        """Run a pass through one layer, or from the layer whose keys it uses on, and return its hidden states [T, H]."""
         assert self.decoder is not None
-        batch = pack([replace(span, logits=0) for span in spans], self.pool, self.rows_per_item)
-        states = self.decoder.run(batch, self.pool, numba.get_num_threads(), first=layer, n_layers=1, states=True).states
+        batch, heads = pack([replace(span, logits=0) for span in spans], self.pool, self.rows_per_item), self.decoder.layers[layer].heads
+        first = heads.owner if heads is not None and heads.owner >= 0 else layer
+        states = self.decoder.run(batch, self.pool, numba.get_num_threads(), first=first, n_layers=layer + 1 - first, states=True).states
         assert states is not None
         return states
 

@@ -38,6 +38,7 @@ from ngramspec.models.reference import (
     CheckText,
     Reference,
     Trace,
+    find_key_layers,
     find_sure_rows,
     kinds_of_layers,
     layers_of,
@@ -128,6 +129,9 @@ class CpuRunner(LlamaRunner):
         self.policies = collect_policies(binder.matrices.values())
         self.has_experts = bool(binder.experts)
         state_shape = self.weight_map.state_shape if self.weight_map else None
+        self._kv_layers = find_key_layers(model)
+        if not has_recurrent_layers(model):
+            self.shapes = [shape for i, shape in enumerate(self.shapes) if self._kv_layers.index(self._kv_layers[i]) == i]
         self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks, state_shape)
         self.note_states()
         progress("checking against transformers, and exactness (the first start compiles its kernels)")
@@ -188,6 +192,10 @@ class CpuRunner(LlamaRunner):
                     f"{text.start} to {text.start + len(text.ids) - 1} in layers {', '.join(map(str, wanted.layers))}"
                 )
 
+    @property
+    def n_layers(self) -> int:
+        return len(self._kv_layers)
+
     def self_test(self) -> bool:
         return Runner.self_test(self)
 
@@ -221,7 +229,11 @@ class CpuRunner(LlamaRunner):
             return None
         name, bias = experts.router
         part = name.split(f".{layer}.", 1)[1].split(".")[0]  # of the layer: what holds router and experts
-        logits = wanted.inputs[f"{layer}.{part}"] @ torch.from_numpy(source[name].float32()).T
+        beside = (end := self.weight_map.layers[layer].end) is not None and end.experts
+        seen = wanted.inputs[f"{layer}.pre_feedforward_layernorm" if beside else f"{layer}.{part}"]
+        if beside:
+            seen = torch.nn.functional.rms_norm(seen, seen.shape[-1:]) * torch.from_numpy(source[beside[0]].float32())
+        logits = seen @ torch.from_numpy(source[name].float32()).T
         logits = logits + torch.from_numpy(source[bias].float32()) if bias else logits
         if experts.correction is not None:
             logits = logits.sigmoid() + torch.from_numpy(source[experts.correction].float32())
@@ -240,7 +252,7 @@ class CpuRunner(LlamaRunner):
             got = trace(
                 self.model, torch.from_numpy(batch.input_ids).long(), torch.from_numpy(batch.positions.astype(np.int64)) + text.start,
                 wanted.layers, replayed=prepend_mates(wanted, mates), gives_tuple=wanted.gives_tuple,
-                ngramspec=attention.CpuAttentionPass(self.pool, batch),
+                ngramspec=attention.CpuAttentionPass(self.pool, batch, self._kv_layers),
             )  # fmt: skip
         finally:
             for slot in slots:
@@ -264,7 +276,7 @@ class CpuRunner(LlamaRunner):
             "input_ids": torch.from_numpy(batch.input_ids)[None],
             "position_ids": torch.from_numpy(batch.positions.astype(np.int64))[None],
             "use_cache": False,
-            "ngramspec": attention.CpuAttentionPass(self.pool, batch),
+            "ngramspec": attention.CpuAttentionPass(self.pool, batch, self._kv_layers),
         }
         try:
             if len(batch.logits_rows):

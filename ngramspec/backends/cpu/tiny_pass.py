@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from ngramspec.backends.cpu import packing
-from ngramspec.backends.cpu.attention import attend_piece
+from ngramspec.backends.cpu.attention import find_attention
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
-from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions
+from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions, OutsideWeights
 from ngramspec.backends.cpu.llama_runner import make_pool
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
-from ngramspec.datastore.compiled_calls import find_address
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import ROWS_PER_ITEM, Span, pack
 
@@ -37,10 +36,7 @@ def _make_rows(n_bytes: int, first: int, end: int) -> np.ndarray:
 
 def compile_attention(kv_dtype: str) -> None:
     """Compile a pass's attention, or load it from disk: a third of the time that the pass takes, for another process to spend."""
-    heads, line, table = np.empty((0, 0, 0), np.float32), np.empty(0, np.int32), np.empty((0, 0), np.int32)
-    keys = np.empty((0, 0, 0, 0), np.uint16 if kv_dtype == "float16" else np.float32)
-    zero = np.float32(0)
-    find_address(attend_piece, 0, 0, 0, heads, keys, keys, heads, table, table, line, line, table, zero, 0, zero, np.empty(0, np.float32))
+    find_attention("uint16" if kv_dtype == "float16" else "float32")
 
 
 def run_tiny_pass(kv_dtype: str, folder: Path) -> None:
@@ -63,7 +59,7 @@ def make_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVP
 
     matrix, norm = make_matrix(), np.ones(_SIZE, np.float32)
     decoder = LlamaDecoder(
-        context, [LayerWeights((matrix,) * 7, (norm, norm), None)], embedding=matrix, head=matrix, norm=norm,
+        context, [LayerWeights((matrix,) * 7, (norm, norm), None)], OutsideWeights(matrix, norm, matrix),
         options=ModelOptions(n_heads=1, head_dim=_SIZE, eps=1e-5, scale=1.0), angles=make_angles,
         query_scales=lambda _first, _n: np.empty(0, np.float32),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +17,27 @@ from ngramspec.backends.cpu.codegen.simd import PARTS
 from ngramspec.backends.cpu.experts import NO_SHARED, SHARED_BY_GATE, Experts
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
+from ngramspec.backends.cpu.layer_weight_map import (
+    EndNames,
+    ExpertsMap,
+    InputNames,
+    LayerWeightMap,
+    MambaNames,
+    MatrixName,
+    RecurrentNames,
+    layer_from_json,
+)
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import (
-    GATE,
     NO_ROTARY,
-    SILU,
+    ExpertNorms,
+    LayerEnd,
+    LayerInputs,
     LayerWeights,
     MambaOptions,
     MambaWeights,
     ModelOptions,
+    OutsideWeights,
     RecurrentOptions,
     RecurrentWeights,
     ShortConvOptions,
@@ -33,86 +45,8 @@ from ngramspec.backends.cpu.llama_layers import (
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
 from ngramspec.backends.cpu.packing import pack
 from ngramspec.backends.cpu.recurrent_pool import StateShape
-from ngramspec.models.expert_weights import ExpertWeights, append_rows
+from ngramspec.models.expert_weights import append_rows
 from ngramspec.models.tensor_source import StoredTensor, TensorSource, drop_repeats
-
-
-class MatrixName(NamedTuple):
-    weight: str
-    bias: str | None = None
-    first: int = 0
-    """The first row that belongs to the matrix, a multiple of WIDTH."""
-    end: int = 0
-    """The row after the last one; 0: all rows belong to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsMap:
-    """The names of the weights of a layer's experts, and how they are chosen: see `Experts` for the latter."""
-
-    weights: ExpertWeights
-    router: tuple[str, str | None]
-    top_k: int
-    scoring: int
-    normalise: bool
-    scale: float
-    shared: int = NO_SHARED
-    shared_gate: str | None = None
-    """Name of the weight [1, H] of the shared expert's gate."""
-    correction: str | None = None
-    """Name of `Experts.correction`."""
-    activation: str | tuple[float, float] = SILU
-    """See `Kernels.get_gated_activation`."""
-
-
-class RecurrentNames(NamedTuple):
-    """The names of what a recurrent layer has besides its matrices: see `RecurrentWeights`."""
-
-    decay_gate: str
-    conv: str
-    decay: str
-    """Logarithm of the negative of `RecurrentWeights.decay`."""
-    decay_bias: str
-    norm: str
-
-
-class MambaNames(NamedTuple):
-    """The names of what a layer with Mamba-2 has besides its matrices: see `MambaWeights`."""
-
-    conv: str
-    conv_bias: str | None
-    decay: str
-    """Logarithm of the negative of `MambaWeights.decay`."""
-    step_bias: str
-    skip: str
-    norm: str
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeightMap:
-    matrices: list[MatrixName]
-    """They stand in the order of `LayerWeights.matrices`."""
-    norms: list[str] | None
-    head_norms: list[str] | None
-    window: int
-    rotary: int = 0
-    """Index among the model's rotary embeddings, or NO_ROTARY."""
-    experts: ExpertsMap | None = None
-    sinks: str | None = None
-    post_norms: list[str] | None = None
-    recurrent: RecurrentNames | None = None
-    short_conv: str | None = None
-    """Name of the weight [H, 1, taps] of the short convolution in place of attention."""
-    mamba: MambaNames | None = None
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.recurrent is not None or self.short_conv is not None or self.mamba is not None
-
-    @property
-    def attends(self) -> bool:
-        """Whether the layer has keys and values: it keeps no state, and is no MLP alone."""
-        return not self.keeps_state and len(self.matrices) >= GATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +72,11 @@ class Rotary:
         both = np.concatenate([turns, turns], axis=1)
         return np.cos(both) * np.float32(self.scale), np.sin(both) * np.float32(self.scale)
 
+    @property
+    def n_pairs(self) -> int:
+        """Pairs before the last ones that are not turned."""
+        return int(np.flatnonzero(self.frequencies)[-1]) + 1 if any(self.frequencies) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
@@ -153,6 +92,7 @@ class WeightMap:
     query_scale: QueryScale | None = None
     suitable_lengths: tuple[int, int] | None = None
     """Least and greatest maximum of a text's tokens for which the rotary embeddings are meant; None: all."""
+    inputs: InputNames | None = None
 
     def suits_length(self, max_len: int) -> bool:
         """Return whether the rotary embeddings are meant for texts of up to `max_len` tokens."""
@@ -174,7 +114,14 @@ class WeightMap:
             options = options._replace(short_conv=ShortConvOptions(*options.short_conv))
         if options.mamba is not None:
             options = options._replace(mamba=MambaOptions(*options.mamba))
-        parts = {"layers": layers, "head": (weight, bias), "rotaries": rotaries, "options": options, "query_scale": query_scale}
+        inputs = None
+        if found["inputs"]:
+            table, projection, norm, (of_table, of_projection, of_sum) = found["inputs"]
+            inputs = InputNames(table, projection, norm, (of_table, of_projection, of_sum))
+        parts = {
+            "layers": layers, "head": (weight, bias), "rotaries": rotaries, "options": options, "query_scale": query_scale,
+            "inputs": inputs,
+        }  # fmt: skip
         return cls(**{**found, **parts})
 
     def check(self, source: TensorSource) -> None:
@@ -196,8 +143,13 @@ class WeightMap:
 
         want(MatrixName(*self.head), source[self.head[0]].shape[0], hidden)
         for layer in self.layers:
-            mixer, mlp = (layer.matrices[:GATE], layer.matrices[GATE:]) if len(layer.matrices) >= GATE else ([], layer.matrices)
-            sizes, n_mixed = (mixed * (1 + self.options.gated), kv, kv), mixed
+            mixer, mlp = layer.mixer, layer.matrices[len(layer.mixer) :]
+            sizes: tuple[int, ...] = (mixed * (1 + self.options.gated), kv, kv)
+            n_mixed, head_size, n_kv = mixed, head_dim, self.n_kv
+            if layer.heads is not None:
+                n_kv, head_size = layer.heads.n_kv, layer.heads.head_dim
+                n_mixed = n_heads * head_size
+                sizes = (n_mixed, n_kv * head_size, n_kv * head_size)[: layer.heads.n_projections]
             if layer.recurrent is not None:
                 sizes = self._check_recurrent(layer.recurrent, wanted, hidden)
             if layer.short_conv is not None:
@@ -220,10 +172,10 @@ class WeightMap:
             if layer.experts:
                 wanted.extend(_list_expert_shapes(layer.experts, source, hidden))
             wanted.extend((name, (hidden,)) for name in (*(layer.norms or ()), *(layer.post_norms or ())))
-            heads = zip(layer.head_norms or (), (mixed, kv), strict=False)
+            heads = zip(layer.head_norms or (), (n_heads * head_size, n_kv * head_size), strict=False)
             apart = self.options.centred_heads
             wanted.extend(
-                (name, (n // head_dim, head_dim) if apart else (n,) if source[name].shape == (n,) else (head_dim,)) for name, n in heads
+                (name, (n // head_size, head_size) if apart else (n,) if source[name].shape == (n,) else (head_size,)) for name, n in heads
             )
             wanted.append((layer.sinks, (n_heads,)))
         plain = [self.norm, *(name for layer in self.layers for name in (*(layer.norms or ()), *(layer.post_norms or ())))]
@@ -238,12 +190,48 @@ class WeightMap:
         alike = {(layer.norms is None, layer.post_norms is None) for layer in self.layers}
         alike_heads = {(layer.sinks is None, layer.head_norms is None) for layer in attending}
         turned = all(NO_ROTARY <= layer.rotary < len(self.rotaries) for layer in self.layers)
-        n_rotated = {2 * len(each.frequencies) for each in self.rotaries}
+        n_rotated = {2 * len(each.frequencies) for each in self.rotaries} if self.layers[0].heads is None else {head_dim}
         alike_in_kind = len(alike) == len(alike_heads) == 1
         if any(len(pair) != 2 for pair in pairs) or not alike_in_kind or not turned or n_rotated != {self.options.n_rotated or head_dim}:
             raise ValueError("norms or rotary embeddings do not fit each other")
         if n_heads % self.n_kv or vocab < 1:
             raise ValueError(f"{n_heads} heads, {self.n_kv} of keys, and {vocab} tokens")
+
+        self._check_varied(source, hidden, vocab)
+
+    def _check_varied(self, source: TensorSource, hidden: int, vocab: int) -> None:
+        """Check what layers with heads of their own and ends have. Raises ValueError."""
+        n_heads, most, n = self.options.n_heads, self.options.head_dim, len(self.layers)
+        if len({layer.heads is None for layer in self.layers}) > 1 or (self.layers[0].heads and self.layers[0].heads.owner >= 0):
+            raise ValueError("heads differ in some layers only, or the first layer has no keys")
+        wanted: list[tuple[str | None, tuple[int, ...]]] = []
+        for i, layer in enumerate(self.layers):
+            if (heads := layer.heads) is not None:
+                owner = self.layers[heads.owner].heads if 0 <= heads.owner < i else heads if heads.owner < 0 else None
+                fits = 0 < heads.head_dim <= most and n_heads * heads.head_dim % DEPTH == 0 and heads.n_kv > 0 and n_heads % heads.n_kv == 0
+                turned = layer.rotary != NO_ROTARY and 0 <= 2 * heads.n_pairs <= heads.head_dim and layer.head_norms is not None
+                turned = turned and heads.n_pairs <= max(each.n_pairs for each in self.rotaries)
+                if not fits or not turned or owner is None or owner.owner >= 0 or owner[:2] != heads[:2] or layer.keeps_state:
+                    raise ValueError(f"layer {i} with heads {heads}, and {n_heads} of queries")
+            if (end := layer.end) is None:
+                continue
+            n_inputs = source[end.norm and self.inputs.norm].shape[0] if end.norm and self.inputs else 0
+            if (end.gate is None) != (n_inputs == 0) or (end.experts is None) != (layer.experts is None) or (end.experts and end.gate):
+                raise ValueError(f"layer {i} has an end {end}")
+            if layer.post_norms is None or self.options.layer_norm or not layer.mixer or not layer.matrices[len(layer.mixer) :]:
+                raise ValueError(f"layer {i} has an end, but no attention or no MLP with norms after them")
+            wanted += [(end.scale, (1,)), (end.gate, (n_inputs, hidden)), (end.projection, (hidden, n_inputs)), (end.norm, (hidden,))]
+            if end.experts is not None and layer.experts is not None:
+                *of_rows, scales = end.experts
+                wanted += [*((name, (hidden,)) for name in of_rows), (scales, source[layer.experts.router[0]].shape[:1])]
+        if self.inputs is not None:
+            if any(layer.end is None or layer.end.gate is None for layer in self.layers):
+                raise ValueError("inputs of tokens to some layers only")
+            n_all = n * source[self.inputs.norm].shape[0]
+            wanted += [(self.inputs.table, (vocab, n_all)), (self.inputs.projection, (n_all, hidden))]
+        for name, shape in wanted:
+            if name is not None and source[name].shape != shape:
+                raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
 
     def _check_recurrent(
         self, names: RecurrentNames, wanted: list[tuple[str | None, tuple[int, ...]]], hidden: int
@@ -293,6 +281,8 @@ class WeightMap:
 
     def kv_shapes(self) -> list[tuple[int, int]]:
         """Return (n_kv_heads, head_dim) per layer with attention."""
+        if self.layers[0].heads is not None:
+            return [layer.heads[:2] for layer in self.layers if layer.heads is not None and layer.heads.owner < 0]
         return [(self.n_kv, self.options.head_dim)] * sum(layer.attends for layer in self.layers)
 
     @property
@@ -310,6 +300,9 @@ class WeightMap:
     def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return cos and sin [R, n, numbers that are rotated] float32 of n positions from `first` on, for R rotary embeddings."""
         cos, sin = zip(*(each.angles(first, n) for each in self.rotaries), strict=True)
+        if self.layers[0].heads is not None:  # what is turned, in as many places as the most of them need
+            width = max(each.n_pairs for each in self.rotaries)
+            cos, sin = ([np.pad(each[:, :width], ((0, 0), (0, max(0, width - each.shape[1])))) for each in both] for both in (cos, sin))
         return np.stack(cos), np.stack(sin)
 
     def query_scales(self, first: int, n: int) -> np.ndarray:
@@ -384,6 +377,18 @@ class WeightMap:
             rest = (source[name].float32() for name in (names.step_bias, names.skip, names.norm))
             return MambaWeights(np.concatenate([conv, bias[None]]), (-np.exp(decay)).astype(np.float32), *rest)
 
+        def make_end(names: EndNames) -> LayerEnd:
+            end = LayerEnd(float(source[names.scale].float32()[0]) if names.scale else 1.0)
+            if names.gate and names.projection and names.norm:
+                end = end._replace(gate=matrix(names.gate, None), projection=matrix(names.projection, None), norm=norm(names.norm))
+            if names.experts:
+                router, *rest = (norm(name) for name in names.experts)
+                end = end._replace(experts=ExpertNorms(router * np.float32(len(router) ** -0.5), *rest))
+            return end
+
+        def make_inputs(names: InputNames) -> LayerInputs:
+            return LayerInputs(matrix(names.table, None), matrix(names.projection, None), norm(names.norm), names.factors)
+
         layers = [
             LayerWeights(
                 tuple(select(name) for name in layer.matrices),
@@ -397,30 +402,18 @@ class WeightMap:
                 make_recurrent(layer.recurrent) if layer.recurrent else None,
                 source[layer.short_conv].float32()[:, 0].T if layer.short_conv else None,
                 make_mamba(layer.mamba) if layer.mamba else None,
+                layer.heads,
+                make_end(layer.end) if layer.end else None,
             )
             for layer in self.layers
         ]
-        return LlamaDecoder(
-            context, layers, embedding=matrix(self.embedding, None), head=matrix(*self.head), norm=norm(self.norm),
-            options=self.options, angles=self.angles, query_scales=self.query_scales,
-        )  # fmt: skip
+        inputs = make_inputs(self.inputs) if self.inputs else None
+        outside = OutsideWeights(matrix(self.embedding, None), norm(self.norm), matrix(*self.head), inputs)
+        return LlamaDecoder(context, layers, outside, options=self.options, angles=self.angles, query_scales=self.query_scales)
 
 
 def _name_bias(norm: str) -> str:
     return f"{norm.removesuffix('.weight')}.bias"
-
-
-def layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
-    """Read the map of a layer back."""
-    experts = found["experts"]
-    if experts:
-        weights = ExpertWeights(**{**experts["weights"], **{name: tuple(experts["weights"][name]) for name in ("gate_up", "down")}})
-        pairs = {name: tuple(experts[name]) for name in ("router", "activation") if isinstance(experts[name], list)}
-        experts = ExpertsMap(**{**experts, **pairs, "weights": weights})
-    recurrent = RecurrentNames(*found["recurrent"]) if found["recurrent"] else None
-    mamba = MambaNames(*found["mamba"]) if found["mamba"] else None
-    matrices = [MatrixName(*name) for name in found["matrices"]]
-    return LayerWeightMap(**{**found, "matrices": matrices, "experts": experts, "recurrent": recurrent, "mamba": mamba})
 
 
 def _list_expert_shapes(found: ExpertsMap, source: TensorSource, hidden: int) -> list[tuple[str | None, tuple[int, ...]]]:

@@ -21,18 +21,11 @@ from ngramspec.backends.cpu import fused_ops
 from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
+from ngramspec.backends.cpu.layer_weight_map import ExpertsMap, LayerWeightMap, MambaNames, MatrixName, RecurrentNames
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, MambaOptions, ModelOptions, RecurrentOptions, ShortConvOptions
-from ngramspec.backends.cpu.weight_map import (
-    ExpertsMap,
-    LayerWeightMap,
-    MambaNames,
-    MatrixName,
-    QueryScale,
-    RecurrentNames,
-    Rotary,
-    WeightMap,
-)
+from ngramspec.backends.cpu.varied_layers_reader import has_varied_heads, map_varied_layers, read_inputs
+from ngramspec.backends.cpu.weight_map import QueryScale, Rotary, WeightMap
 from ngramspec.models.expert_routing import CORRECTION
 from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.tensor_source import TensorSource
@@ -63,8 +56,9 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     base: Any = model.base_model
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     norm, layers = _get_last_norm(base), getattr(base, "layers", None)
+    varied = any(has_varied_heads(layer) for layer in layers or ())
     if not (
-        layers and len(set(shapes)) == 1 and norm is not None and _describe_norm(norm)
+        layers and (len(set(shapes)) == 1 or varied) and norm is not None and _describe_norm(norm)
         and isinstance(head, CpuPackedLinear) and isinstance(embedding, CpuPackedEmbedding)
     ):  # fmt: skip
         return None
@@ -73,15 +67,19 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     def names(path: str) -> MatrixName:
         return MatrixName(f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None)
 
-    n_kv, head_dim = shapes[0]
+    n_kv, head_dim = shapes[0][0], max(head_dim for _, head_dim in shapes)
     rotaries = _read_rotaries(_get_rotary(base), head_dim)
     options = _read_options(model, rotaries, head_dim)
     types, only_rotary = list(rotaries or ()), NO_ROTARY if _get_rotary(base) is None else 0
     of_layers = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
-    found = [
-        _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else only_rotary, n_kv * head_dim)
-        for layer, of_layer in zip(layers, of_layers, strict=True)
-    ]
+    found = (
+        map_varied_layers(model, names, source, shapes, rotaries)
+        if varied and rotaries
+        else [
+            _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else only_rotary, n_kv * head_dim)
+            for layer, of_layer in zip(layers, of_layers, strict=True)
+        ]
+    )
     norms = {described for m in model.modules() if (described := _describe_norm(m))}
     if not all(found) or len(norms) != 1 or rotaries is None or options is None:
         return None
@@ -90,6 +88,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
         layers=[layer for layer in found if layer], embedding=names(paths[embedding])[0],
         head=names(paths[embedding if tied else head])[:2], norm=names(paths[norm])[0], norm_offset=norms.pop().offset, n_kv=n_kv,
         rotaries=list(rotaries.values()), options=options, query_scale=_read_query_scale(model),
+        inputs=read_inputs(model, names) if varied else None,
     )  # fmt: skip
 
 
@@ -185,6 +184,9 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         for layer, attn in zip(attending, attentions, strict=True)
     }
     norm, n_rotated = _describe_norm(_get_last_norm(base)), {2 * len(each.frequencies) for each in (rotaries or {}).values()}
+    n_heads = outputs[0].in_features // head_dim
+    if has_varied_heads(base.layers[0]):
+        n_rotated, n_heads = {head_dim}, outputs[0].in_features // attentions[0].head_dim
     differs = any(len(each) != 1 for each in (activations, alike, gated, n_rotated))
     states = recurrent, convs, mambas
     if differs or any(None in each or len(each) > 1 for each in states) or rotaries is None or norm is None:
@@ -193,7 +195,7 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         return None
     scale, softcap, residual_scale = alike.pop()
     return ModelOptions(
-        n_heads=outputs[0].in_features // head_dim, head_dim=head_dim, eps=norm.eps, scale=scale,
+        n_heads=n_heads, head_dim=head_dim, eps=norm.eps, scale=scale,
         activation=activations.pop(), softcap=softcap, residual_scale=residual_scale,
         embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", 1)),
         logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),

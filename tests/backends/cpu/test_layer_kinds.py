@@ -46,11 +46,29 @@ NEMOTRON_MOE = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96,
     "routed_scaling_factor": 2.5,
 }  # fmt: skip
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+}  # fmt: skip
+GEMMA4_MOE = {
+    "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "smollm3": ("smollm3", {}, [0, 3]),
     "ministral3": ("ministral3", {}, [0]),
     "gemma3": ("gemma3_text", {"layer_types": None}, [0, 5]),
     "gemma3, scaled": ("gemma3_text", {"layer_types": None, "rope_parameters": SCALED}, [0, 5]),
+    "gemma4": ("gemma4_text", GEMMA4 | {"hidden_size_per_layer_input": 0}, [0, 3, 6, 7]),
+    "gemma4, values": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": False, "num_global_key_value_heads": None}, [0, 3, 6, 7]),
+    "gemma4, shared": ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 4, "use_double_wide_mlp": True}, [0, 2, 3, 4, 7]),
+    "gemma4, experts": ("gemma4_text", GEMMA4 | GEMMA4_MOE, [0, 3, 6, 7]),
+    "gemma4, unified": (
+        "gemma4_unified_text",
+        GEMMA4
+        | {"sliding_window": tiny.WINDOW, "head_dim": 16, "global_head_dim": 32}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        [0, 3, 6, 7],
+    ),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, [0, 1]),
     "gemma": ("gemma", {"head_dim": 16}, [0]),
     "granite": ("granite", GRANITE, [0]),
@@ -118,6 +136,11 @@ COMPILED = (
     "gemma2",
     "gemma3",
     "gemma3, scaled",
+    "gemma4",
+    "gemma4, values",
+    "gemma4, shared",
+    "gemma4, experts",
+    "gemma4, unified",
     "granite",
     "granitemoe",
     "olmo2",

@@ -140,4 +140,4 @@ def test_attention_on_the_cpu_refuses_another_dtype() -> None:
         heads, dim = engine.runner.shapes[0]
         rows = torch.zeros(1, heads, dim, dtype=torch.bfloat16)
         with pytest.raises(UnsupportedModelError, match=r"layer 0: attention over torch.bfloat16; .* torch.float32"):
-            CpuAttentionPass(engine.runner.pool, None).attend(0, rows, rows, rows, 1.0, 0, 0.0)  # type: ignore[arg-type]
+            CpuAttentionPass(engine.runner.pool, None, [0]).attend(0, rows, rows, rows, 1.0, 0, 0.0)  # type: ignore[arg-type]

@@ -1,0 +1,207 @@
+"""Compute what layers of some families have after their MLP (Gemma 4): experts beside it, an input per token and layer, a factor.
+
+A layer with experts computes them of what its MLP sees, and adds both, each normed. A token has inputs to every layer: numbers of a table,
+plus a projection of its embedding. A layer multiplies its own by a gate, and adds a projection of that. A pass (`llama_pass`) calls
+`run_layer_end` by its address; every row is computed alone and in a fixed order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ngramspec.backends.cpu import experts as moe
+from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
+from ngramspec.backends.cpu.formats import DEPTH, WIDTH
+from ngramspec.backends.cpu.llama_layers import EMBEDDING_SCALE, EPS
+from ngramspec.backends.cpu.llama_pass import (
+    ACTIVATE,
+    ACTIVATE_EXPERTS,
+    PIECES,
+    QUANTISE,
+    UNPACK,
+    UNPACK_INPUTS,
+    add_row,
+    embed_token,
+    run_product_part,
+)
+from ngramspec.backends.cpu.matmul import BLOCKS, PANELS, locate_rows, quantise_row
+from ngramspec.backends.cpu.norms import compute_norm_scale, norm_row
+from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.datastore.code_cache import njit
+
+# Norms of a layer's end: of the projected input, and those of `llama_layers.ExpertNorms`.
+OF_INPUT, ROUTER, BEFORE, AFTER, AFTER_MLP = range(5)
+NORMS = 5
+# Numbers of a layer: its factor, then those of its experts. In the line after the last layer's: factors of tokens' inputs, then their norm.
+FACTOR, EXPERT_FACTORS = 0, 1
+TABLE_FACTOR, PROJECTION_FACTOR, SUM_FACTOR, INPUT_NORM = range(4)
+
+
+@njit(cache=True, nogil=True)
+def _finish_row(x, delta, factor):
+    """Multiply a row x [H] that is complete by the layer's factor, and leave nothing that is added to it later."""
+    for j in range(x.shape[0]):
+        x[j] *= factor
+        delta[j] = np.float32(0)
+
+
+@njit(cache=True, nogil=True)
+def _make_inputs(part, shared):
+    """Make the inputs [T, L · P] of all rows to all layers, in three parts."""
+    model, p = shared.model, shared.current
+    state, ids, n_threads = p.state, p.input_ids, p.tokens.shape[0]
+    of_model, tables, _, _, numbers, functions, _, _, _, _ = model.weights
+    _, _, inputs, _, matrices, _, _, of_layers, _ = model.recurrent
+    n_layers, n_inputs = of_layers.shape[0] - 1, (inputs.shape[1] - DEPTH) // (of_layers.shape[0] - 1)
+    factors, norm = of_layers[n_layers, :INPUT_NORM], of_layers[n_layers, INPUT_NORM : INPUT_NORM + n_inputs]
+    normed, codes, act_scales = model.work[2], model.work[3], model.work[4]
+    hidden, n_rows, n_wide = model.work[0].shape[1], ids.shape[0], normed.shape[1]
+    embedding, projection, table = of_model[of_model.shape[0] - 2], matrices[2 * n_layers : 2 * n_layers + 1], matrices[2 * n_layers + 1]
+    pieces = min(n_rows, PIECES)
+    while True:
+        i = take_piece(state, part, pieces)
+        if i >= pieces:
+            break
+        panel = np.empty((embedding[BLOCKS] * DEPTH, WIDTH), np.float32)
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            embed_token(functions[UNPACK], embedding, ids[r], numbers[EMBEDDING_SCALE], panel, normed[r, :hidden])
+            quantise_row(functions[QUANTISE], normed[r], codes[r, :, :n_wide], act_scales[r, :, : n_wide // DEPTH])
+        finish_piece(state, part)
+    wait_for_pieces(state, part, pieces)
+    wide = locate_rows(normed, codes[:, :, :n_wide], act_scales[:, :, : n_wide // DEPTH])
+    one = np.zeros(1, np.int64)
+    run_product_part(state, part + 1, n_threads, projection, one, tables, n_rows, wide, inputs)
+    while True:
+        i = take_piece(state, part + 2, pieces)
+        if i >= pieces:
+            break
+        of_token, panel = np.empty(n_layers * n_inputs, np.float32), np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            embed_token(functions[UNPACK_INPUTS], table, ids[r], factors[TABLE_FACTOR], panel, of_token)
+            for layer in range(n_layers):
+                some, added = inputs[r, layer * n_inputs : (layer + 1) * n_inputs], of_token[layer * n_inputs : (layer + 1) * n_inputs]
+                for j in range(n_inputs):
+                    some[j] *= factors[PROJECTION_FACTOR]
+                norm_row(some, norm, numbers[EPS], some)
+                for j in range(n_inputs):
+                    some[j] = (some[j] + added[j]) * factors[SUM_FACTOR]
+        finish_piece(state, part + 2)
+    wait_for_pieces(state, part + 2, pieces)
+
+
+@njit(cache=True, nogil=True)
+def _run_experts(part, layer, shared):
+    """Run the experts beside an MLP and finish the rows, in eight parts."""
+    model, p = shared.model, shared.current
+    state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
+    _, tables, (_, _, post_norms, _), _, numbers, functions, _, _, experts, _ = model.weights
+    _, _, _, _, _, _, all_norms, of_layers, _ = model.recurrent
+    x, delta, normed, codes, act_scales, summed = model.work[0], model.work[1], model.work[2], model.work[3], model.work[4], model.work[5]
+    pairs = model.work[13]
+    norms, eps, hidden = all_norms[layer], numbers[EPS], x.shape[1]
+    m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
+    ids, codes, act_scales = pairs.ids[layer], codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH]
+    inputs, pieces = locate_rows(normed, codes, act_scales), min(n_rows, PIECES)
+    while True:
+        i = take_piece(state, part, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            norm_row(x[r], norms[ROUTER], eps, normed[r, :hidden])
+            quantise_row(functions[QUANTISE], normed[r], codes[r], act_scales[r])
+        finish_piece(state, part)
+    wait_for_pieces(state, part, pieces)
+    run_product_part(state, part + 1, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), tables, n_rows, inputs, pairs.logits)
+    while True:
+        i = take_piece(state, part + 2, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            moe.choose_experts(pairs.logits[r], correction, options, scale, ids[r], pairs.weights[r])
+            for k in range(options[moe.TOP_K]):
+                pairs.weights[r, k] *= of_layers[layer, EXPERT_FACTORS + ids[r, k]]
+            norm_row(x[r], norms[BEFORE], eps, normed[r, :hidden])
+            quantise_row(functions[QUANTISE], normed[r], codes[r], act_scales[r])
+        finish_piece(state, part + 2)
+    wait_for_pieces(state, part + 2, pieces)
+    code, rows = (tables, (functions[QUANTISE], functions[ACTIVATE_EXPERTS])), (n_rows, inputs, (normed, codes, act_scales))
+    choice = moe.allocate_choice(n_rows, pairs, options)
+    moe.run_chosen(state, part + 3, n_threads, (m, options, ids), code, rows, choice, pairs, summed[:, : delta.shape[1]])
+    while True:
+        i = take_piece(state, part + 7, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            of_mlp, of_experts = delta[r, :hidden], summed[r, :hidden]
+            mlp_scale, scale_of_sum = compute_norm_scale(of_mlp, eps), compute_norm_scale(of_experts, eps)
+            for j in range(hidden):
+                of_mlp[j] = norms[AFTER_MLP, j] * (of_mlp[j] * mlp_scale) + norms[AFTER, j] * (of_experts[j] * scale_of_sum)
+            add_row(x[r], delta[r], post_norms, 2 * layer + 1, numbers, x[r])
+            _finish_row(x[r], delta[r], of_layers[layer, FACTOR])
+        finish_piece(state, part + 7)
+    wait_for_pieces(state, part + 7, pieces)
+
+
+@njit(cache=True, nogil=True)
+def run_layer_end(part, layer, shared):
+    """Run the parts of a layer's end, from `part` on: from the MLP's output to rows that nothing has to be added to."""
+    model, p = shared.model, shared.current
+    state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
+    _, tables, (_, _, post_norms, _), _, numbers, functions, _, _, experts, _ = model.weights
+    _, _, inputs, _, matrices, _, norms, of_layers, _ = model.recurrent
+    if experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0:
+        _run_experts(part, layer, shared)
+        return
+    x, delta, normed, codes, act_scales = model.work[0], model.work[1], model.work[2], model.work[3], model.work[4]
+    both, middle, middle_codes, middle_act_scales = model.work[9], model.work[10], model.work[11], model.work[12]
+    gate, projection = matrices[2 * layer : 2 * layer + 1], matrices[2 * layer + 1 : 2 * layer + 2]
+    hidden, n_wide, has_input = x.shape[1], normed.shape[1], gate[0, PANELS] > 0
+    n_inputs = (inputs.shape[1] - DEPTH) // (of_layers.shape[0] - 1)
+    if has_input and layer == p.first:
+        _make_inputs(part + 5, shared)
+    pieces = min(n_rows, PIECES)
+    while True:
+        i = take_piece(state, part, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            add_row(x[r], delta[r], post_norms, 2 * layer + 1, numbers, x[r])
+            if has_input:
+                for j in range(hidden):
+                    normed[r, j] = x[r, j]
+                quantise_row(functions[QUANTISE], normed[r], codes[r, :, :n_wide], act_scales[r, :, : n_wide // DEPTH])
+            else:
+                _finish_row(x[r], delta[r], of_layers[layer, FACTOR])
+        finish_piece(state, part)
+    wait_for_pieces(state, part, pieces)
+    if not has_input:
+        return
+    one, n_blocks = np.zeros(1, np.int64), projection[0, BLOCKS]
+    wide = locate_rows(normed, codes[:, :, :n_wide], act_scales[:, :, : n_wide // DEPTH])
+    run_product_part(state, part + 1, n_threads, gate, one, tables, n_rows, wide, both)
+    while True:
+        i = take_piece(state, part + 2, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            gates, mine, out = both[r, 0], inputs[r, layer * n_inputs :], middle[r, : n_blocks * DEPTH]
+            call_kernel(functions[ACTIVATE], (gates.ctypes.data, mine.ctypes.data, n_blocks, out.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+            for j in range(n_inputs, n_blocks * DEPTH):
+                out[j] = np.float32(0)
+            quantise_row(functions[QUANTISE], out, middle_codes[r, :, : n_blocks * DEPTH], middle_act_scales[r, :, :n_blocks])
+        finish_piece(state, part + 2)
+    wait_for_pieces(state, part + 2, pieces)
+    run_product_part(
+        state, part + 3, n_threads, projection, one, tables, n_rows, locate_rows(middle, middle_codes, middle_act_scales), delta
+    )
+    while True:
+        i = take_piece(state, part + 4, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            scale, norm = compute_norm_scale(delta[r, :hidden], numbers[EPS]), norms[layer, OF_INPUT]
+            for j in range(hidden):
+                x[r, j] += norm[j] * (delta[r, j] * scale)
+            _finish_row(x[r], delta[r], of_layers[layer, FACTOR])
+        finish_piece(state, part + 4)
+    wait_for_pieces(state, part + 4, pieces)

@@ -1,0 +1,114 @@
+"""Compute attention in layers whose heads differ in size by layer, and that may use the keys and values of an earlier layer (Gemma 4).
+
+Queries and keys are normed and rotated, values are normed without weights. A pass (`llama_pass`) calls these functions by their addresses,
+so that they are compiled for models that need them alone. The module knows arrays and rows; `llama_layers.LayerHeads` says what differs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ngramspec.backends.cpu.attention import n_splits
+from ngramspec.backends.cpu.codegen.simd import to_kv_dtype
+from ngramspec.backends.cpu.formats import DEPTH, WIDTH
+from ngramspec.backends.cpu.llama_layers import EPS, SCALE, SOFTCAP, K, Q
+from ngramspec.backends.cpu.llama_pass import ATTEND, PIECES, run_product_part
+from ngramspec.backends.cpu.matmul import PANELS, locate_rows
+from ngramspec.backends.cpu.norms import compute_norm_scale, norm_row
+from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.compiled_calls import call_compiled
+from ngramspec.outputs import BLOCK
+from ngramspec.sampling.numeric import fma
+
+# Fields of a layer's heads. KEYS_AT: numbers per block of the pool that the keys of earlier layers take; so many do all keys after the
+# last layer.
+N_KV, HEAD_DIM, N_PROJECTIONS, N_PAIRS, KEYS_AT = range(5)
+HEAD_FIELDS = 5
+OF_HEADS = 3  # where they lie in the model's arrays of layers that are not Llama's (`llama_forward._describe_varied`)
+
+
+@njit(cache=True, nogil=True)
+def _norm_and_turn(x, weight, eps, n_pairs, cos, sin):
+    """Replace a head x [D] by its norm, and rotate the first numbers of its first half with those of its second half."""
+    norm_row(x, weight[: x.shape[0]], eps, x)
+    half = x.shape[0] // 2
+    for i in range(n_pairs):
+        y, z = x[i], x[i + half]
+        x[i] = fma(y, cos[i], -z * sin[i])
+        x[i + half] = fma(z, cos[i], y * sin[i])
+
+
+@njit(cache=True, nogil=True)
+def _view_heads(buffer, n_rows, n_dim):
+    """Return the first numbers of a buffer of queries [T, H, most numbers of a head] as [n_rows, H, n_dim]."""
+    n_heads = buffer.shape[1]
+    return buffer.reshape(-1)[: n_rows * n_heads * n_dim].reshape(n_rows, n_heads, n_dim)
+
+
+@njit(cache=True, nogil=True)
+def run_varied_attention(part, layer, shared):
+    """Run the parts of a layer's attention, from `part` on: from the normed rows to what its heads attend to, in place of the queries."""
+    model, p = shared.model, shared.current
+    state, n_rows, n_threads, positions = p.state, p.input_ids.shape[0], p.tokens.shape[0], p.positions
+    matrices, tables, (_, head_norms, _, _), (windows, rotary, _), numbers, functions, (cos, sin), _, _, _ = model.weights
+    fields = model.recurrent[OF_HEADS].reshape(-1, HEAD_FIELDS)
+    n_kv, n_dim, n_projections, n_pairs = fields[layer, N_KV], fields[layer, HEAD_DIM], fields[layer, N_PROJECTIONS], fields[layer, N_PAIRS]
+    all_keys, all_values = model.pool
+    n_blocks = all_keys.size // fields[fields.shape[0] - 1, KEYS_AT]
+    first, n = n_blocks * fields[layer, KEYS_AT], n_blocks * n_kv * n_dim * BLOCK
+    keys = all_keys.reshape(-1)[first : first + n].reshape(n_blocks, n_kv, n_dim, BLOCK)
+    values = all_values.reshape(-1)[first : first + n].reshape(n_blocks, n_kv, BLOCK, n_dim)
+    normed, codes, act_scales, qkv = model.work[2], model.work[3], model.work[4], model.work[5]
+    q = _view_heads(model.work[6], n_rows, n_dim)
+    n_heads, eps = q.shape[1], numbers[EPS]
+    columns = np.zeros(3, np.int64)
+    columns[1] = matrices[7 * layer + Q, PANELS] * WIDTH
+    columns[2] = columns[1] + matrices[7 * layer + K, PANELS] * WIDTH
+    wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
+    run_product_part(state, part, n_threads, matrices[7 * layer : 7 * layer + n_projections], columns, tables, n_rows, wide, qkv)
+    k_at, v_at = columns[1], columns[2] if n_projections == 3 else columns[1]
+    pieces = min(n_rows, PIECES)
+    while True:
+        i = take_piece(state, part + 1, pieces)
+        if i >= pieces:
+            break
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            row, row_cos, row_sin = qkv[r], cos[rotary[layer], positions[r]], sin[rotary[layer], positions[r]]
+            for h in range(n_heads):
+                _norm_and_turn(row[h * n_dim : (h + 1) * n_dim], head_norms[2 * layer], eps, n_pairs, row_cos, row_sin)
+                for d in range(n_dim):
+                    q[r, h, d] = row[h * n_dim + d]
+            block, offset = p.blocks[r], p.offsets[r]
+            for h in range(n_kv if n_projections > 1 else np.int64(0)):
+                key, value = row[k_at + h * n_dim : k_at + (h + 1) * n_dim], row[v_at + h * n_dim : v_at + (h + 1) * n_dim]
+                scale = compute_norm_scale(value, eps)
+                for d in range(n_dim):
+                    values[block, h, offset, d] = to_kv_dtype(values, value[d] * scale)
+                _norm_and_turn(key, head_norms[2 * layer + 1], eps, n_pairs, row_cos, row_sin)
+                for d in range(n_dim):
+                    keys[block, h, d, offset] = to_kv_dtype(keys, key[d])
+        finish_piece(state, part + 1)
+    wait_for_pieces(state, part + 1, pieces)
+    by_rows, by_heads = n_splits(p.items.shape[0], n_rows, n_kv, n_heads // n_kv, n_threads)
+    n_pieces, no_sinks = p.items.shape[0] * n_kv * by_rows * by_heads, np.empty(0, np.float32)
+    while True:
+        i = take_piece(state, part + 2, n_pieces)
+        if i >= n_pieces:
+            break
+        of_layer = numbers[SCALE], windows[layer], numbers[SOFTCAP], no_sinks
+        rows = p.items, p.tables, positions, p.bases, p.paths
+        call_compiled(functions[ATTEND], (i, by_rows, by_heads, q, keys, values, q, *rows, *of_layer))
+        finish_piece(state, part + 2)
+    wait_for_pieces(state, part + 2, n_pieces)
+
+
+@njit(cache=True, nogil=True)
+def copy_heads_row(r, layer, shared):
+    """Copy what the heads of row r have attended to from the place of the queries to that of their outputs."""
+    model = shared.model
+    row, attended = model.work[7][r], _view_heads(model.work[6], r + 1, model.recurrent[OF_HEADS][layer * HEAD_FIELDS + HEAD_DIM])
+    n_heads, n_dim = attended.shape[1], attended.shape[2]
+    for h in range(n_heads):
+        for d in range(n_dim):
+            row[h * n_dim + d] = attended[r, h, d]
