@@ -3,8 +3,9 @@
     python -m benchmarks.gpu [--only PART,PART | --share 1/3] [--out F.json] [--prompts F.jsonl] [--trace F.jsonl] [--tokenizer M] ...
 
 Parts: the CUDA tests; the memory's speed; passes by rows; the kernels of a pass; the host's share of a step; what exactness costs; whether
-texts are identical; recorded edits replayed; transformers' own generation. Each runs in a process of its own, so that one that fails
-or takes too long is recorded and the others go on. All of them take half an hour at most; `--share 1/3`, `2/3` and `3/3` are parts that
+texts are identical; recorded edits replayed; transformers' own generation; a mixture of experts (`--only moe`): passes, kernels and
+identical texts. Each runs in a process of its own, so that one that fails
+or takes too long is recorded and the others go on. All of them take forty minutes at most; `--share 1/3`, `2/3` and `3/3` are parts that
 fit ten minutes each, and with `--out` the document grows from call to call. Progress goes to standard error, a table and a last line of
 JSON to standard output. Without a device: exit code 2, and what would have been measured. With a part that failed: 1.
 """
@@ -39,7 +40,13 @@ COMMAND = [sys.executable, "-m", "benchmarks.gpu"]
 TARGETS = Path(__file__).with_name("targets.toml")
 
 
-MODELS = {"large": "timed passes", "small": "identity on real text", "code": "replayed edits", "hybrid": "recurrent layers"}
+MODELS = {
+    "large": "timed passes",
+    "small": "identity on real text",
+    "code": "replayed edits",
+    "hybrid": "recurrent layers",
+    "moe": "experts",
+}
 PARTS: dict[str, tuple[int, int, Callable[[Plan], Named]]] = {
     "tests": (1, 240, parts.tests),
     "floor": (1, 45, parts.floor),
@@ -50,8 +57,9 @@ PARTS: dict[str, tuple[int, int, Callable[[Plan], Named]]] = {
     "identity": (2, 340, parts.identity),
     "replay": (3, 260, parts.replay),
     "generate": (3, 300, parts.generate),
+    "moe": (0, 400, parts.measure_experts),
 }
-"""The targets by name: the third each belongs to, the seconds it may take, what it does."""
+"""The targets by name: the third each belongs to (0: none), the seconds it may take, what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -198,14 +206,14 @@ def reached(target: dict[str, Any], plan: Plan, known: dict[str, Any]) -> dict[s
     for path in target["figure"]:
         found: list[Any] = [figures]
         for part in path.split("/"):
-            name = part.format(large=plan.large, small=plan.small, hybrid=plan.hybrid, last=plan.batches[-1])
+            name = part.format(large=plan.large, small=plan.small, hybrid=plan.hybrid, moe=plan.moe, last=plan.batches[-1])
             found = [each[key] for each in found for key in each if name in (key, "*")]
         values.append(found)
     if all(values) and None not in (flat := [each for found in values for each in found]):
         value = min(flat) if "at_most" not in target else max(flat)
         met = target.get("at_least", -math.inf if "at_most" in target else True) <= value <= target.get("at_most", math.inf)
     goal = next((f"{sign} {target[bound]:g}" for bound, sign in (("at_most", "<="), ("at_least", ">=")) if bound in target), "all")
-    what = target["what"].format(large=plan.large, small=plan.small, hybrid=plan.hybrid, last=plan.batches[-1])
+    what = target["what"].format(large=plan.large, small=plan.small, hybrid=plan.hybrid, moe=plan.moe, last=plan.batches[-1])
     return {"what": what, "value": value, "goal": goal, "met": met}
 
 
@@ -214,7 +222,8 @@ def show_intent(plan: Plan, names: Sequence[str]) -> None:
     print("With a device this would measure:")
     for name in names:
         third, limit, part = PARTS[name]
-        print(f"  {name} (call {third} of 3, at most {limit} s): {(part.__doc__ or '').splitlines()[0]}")
+        call = f"call {third} of 3" if third else "a call of its own"
+        print(f"  {name} ({call}, at most {limit} s): {(part.__doc__ or '').splitlines()[0]}")
     models = ", ".join(getattr(plan, name) for name in MODELS)
     print(f"on {models} in {plan.dtype}, with {max(plan.contexts)} tokens of context at most.\n")
     figures = [

@@ -48,6 +48,7 @@ GENERATE: dict[str, dict[str, Any]] = {
 N_GENERATED, PROMPT_LENGTH = 6, 192
 # Passes in a profile.
 PROFILED = 5
+PROBED_BYTES = 1 << 30  # bytes over which the memory's speed is measured beside a model that leaves no room for more
 
 Figures = dict[str, Any]
 Named = Iterator[tuple[str, Figures]]
@@ -63,6 +64,7 @@ class Plan:
     small: str = "random:SmolLM2-135M"
     code: str = "random:Qwen2.5-Coder-7B"
     hybrid: str = "random:Qwen3.5-0.8B"
+    moe: str = "random:Qwen3-30B-A3B"
     tokenizer: str | None = None
     """Model whose tokenizer prompts and traces take; None: the small model's own, and without one words."""
     prompts: Path | None = None
@@ -111,11 +113,15 @@ def tokenizer_for(plan: Plan, model: str, vocab_size: int) -> Any:
     return common.WordTokenizer(vocab_size) if model.startswith(PREFIX) else load_tokenizer(model)
 
 
+def open_weights(plan: Plan, model: str) -> Any:
+    """Open a model whose weights can be counted: those of a shape take no memory, others are loaded."""
+    dtype = getattr(torch, plan.dtype)
+    return empty_model(read_shape(model), dtype) if model.startswith(PREFIX) else load_model(model, dtype=dtype).model
+
+
 def read_weights(plan: Plan, model: str) -> tuple[int, Figures]:
     """Bytes of weights that a pass of the model reads, and how fast the device can."""
-    dtype = getattr(torch, plan.dtype)
-    empty = empty_model(read_shape(model), dtype) if model.startswith(PREFIX) else load_model(model, dtype=dtype).model
-    n_bytes = step.count_weight_bytes(empty)
+    n_bytes = step.count_weight_bytes(open_weights(plan, model))
     found = bandwidth(plan.device, n_bytes)
     release(plan)
     return n_bytes, found
@@ -357,6 +363,32 @@ def compare_texts(
         "identical": identical,
         "tokens_per_pass": accepted,
     }
+
+
+def measure_experts(plan: Plan) -> Named:
+    """Measure a mixture of experts: milliseconds of a pass by rows, its kernels, whether texts with drafts and in batches are identical."""
+    n_bytes = count_chosen_bytes(open_weights(plan, plan.moe))
+    release(plan)
+    with open_engine(plan, plan.moe, max_seqs=max(64, *plan.batches)) as engine:
+        ms = by_rows({"": engine}, plan)[""]
+        gb_s = bandwidth(plan.device, min(n_bytes, PROBED_BYTES))["gb_s"]
+        found = {"context": plan.context, "chosen_weight_bytes": n_bytes, "floor_ms": round(n_bytes / gb_s / 1e6, 4), "gb_s": gb_s}
+        ratios = {name: {rows: round(t / base, 3) for rows, t in ms.items()} for name, base in
+                  (("over_floor", n_bytes / gb_s / 1e6), ("over_one_row", ms["1"]))}  # fmt: skip
+        yield "passes", {**found, "ms": ms, **ratios, "exactness": engine.exactness, "props": engine.props()}
+        for rows in (1, plan.rows[-1]):
+            work = profiled(plan.device, lambda rows=rows: [engine.time_pass(rows, plan.context) for _ in range(PROFILED)])
+            yield f"kernels, {rows} rows", kernel_table(work, PROFILED, len(engine.runner.shapes))
+        prompts = identity_prompts(plan, engine, plan.moe, plan.n_prompts // 8 + 4)
+        params = dict.fromkeys(map(tuple, prompts), greedy(plan.max_tokens // 2))
+        yield "identity", compare_texts(engine, prompts, params, plan.batches)
+
+
+def count_chosen_bytes(model: Any) -> int:
+    """Return the bytes of weights that a pass of one row reads: of stacked experts those that a row chooses."""
+    all_bytes, config = step.count_weight_bytes(model), model.config.get_text_config()
+    stacked = [p for module in model.modules() for p in module.parameters(recurse=False) if p.dim() == 3 and hasattr(module, "num_experts")]
+    return all_bytes - sum(p.nbytes - p.nbytes // len(p) * config.num_experts_per_tok for p in stacked)
 
 
 def replay(plan: Plan) -> Named:

@@ -23,6 +23,8 @@ from benchmarks.our_engine import FixedLength
 from benchmarks.peers import TimedRun
 from benchmarks.recordings import Recital, make_library_edits, read_recorded_prompts
 from ngramspec import Engine, SamplingParams
+from ngramspec.models.random_weights import empty_model
+from ngramspec.models.shapes import read_shape
 from ngramspec.sampling.batch import compute_depths
 from ngramspec.speculative.base import SequenceInfo
 from ngramspec.speculative.single import SingleDrafter
@@ -65,6 +67,7 @@ def plan(config: str) -> Plan:
         small=model,
         code=model,
         hybrid=model,
+        moe=model,
         context=16,
         contexts=(16, 64, 100_000),
         rows=(1, 2),
@@ -250,6 +253,17 @@ def test_identity_finds_all_and_would_find_a_difference(plan: Plan, monkeypatch:
     assert found["identical"]["on, batch 1"] == 1
 
 
+def test_a_mixture_of_experts_is_measured(plan: Plan, tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [], "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts | {"model_type": "qwen3_moe"}))
+    figures = dict(parts.measure_experts(dataclasses.replace(plan, moe=f"random:{tmp_path}", n_prompts=1)))
+    assert figures["identity"]["all_identical"]
+    assert figures["passes"]["over_one_row"]["1"] == 1
+    model = empty_model(read_shape(f"random:{tmp_path}"), torch.float32)
+    unused = sum(p.nbytes // 2 for name, p in model.named_parameters() if ".experts." in name)
+    assert parts.count_chosen_bytes(model) == step.count_weight_bytes(model) - unused > 0
+
+
 def test_replay_and_generate(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "N_GENERATED", 1)
     figures = dict(parts.replay(plan))
@@ -271,7 +285,7 @@ def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr()
     assert "no CUDA device" in printed.err
     for name in gpu.PARTS:
-        assert f"  {name} (call " in printed.out
+        assert f"  {name} (call " in printed.out or (name == "moe" and "  moe (a call of its own" in printed.out)
     for target in tomllib.loads(gpu.TARGETS.read_text())["target"]:
         assert target["what"].split("{")[0] in printed.out
     assert "<= 1.05" in printed.out

@@ -18,7 +18,7 @@ from ngramspec.backends.cuda.packed import CudaPackedLinear
 from ngramspec.backends.cuda.row_invariant_linear import LinearProduct
 from ngramspec.errors import UnsupportedModelError
 
-RECURRENT_LAYERS = ("Qwen3_5GatedDeltaNet",)  # Names of the modules that are computed.
+RECURRENT_LAYERS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")  # Names of the modules that are computed.
 
 
 def read_delta_shape(model: PreTrainedModel) -> DeltaShape | None:

@@ -47,7 +47,8 @@ LLAMA_KIND = frozenset({
     "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM",
 })  # fmt: skip
 WINDOWED = frozenset({"MistralForCausalLM", "MixtralForCausalLM"})  # Their config has the window of all layers.
-HYBRID_KIND = frozenset({"Qwen3_5ForCausalLM"})  # Queries have gates, norms' weights are added to 1, some layers are Gated DeltaNet.
+# Queries have gates, norms' weights are added to 1, some layers are Gated DeltaNet.
+HYBRID_KIND = frozenset({"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"})
 
 
 Weight = torch.Tensor | list[CudaPackedWeight]  # [N, K], or weights in blocks above each other.
@@ -314,12 +315,10 @@ class CudaAttentionPass:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if sinks is not None:
-            raise UnsupportedModelError(f"layer {layer}: attention sinks (s_aux), which are not implemented on CUDA")
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         write_kv(k.contiguous(), v.contiguous(), self.rows, keys, values)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows that only fill up a bucket are not written
-        attend(q.contiguous(), keys, values, self.rows, out, scale=scale, window=window, softcap=softcap, **_launch(self.plan))
+        attend(q.contiguous(), keys, values, self.rows, out, scale=scale, window=window, softcap=softcap, sinks=sinks, **_launch(self.plan))
         return out
 
 

@@ -34,6 +34,7 @@ _LN2 = 0.6931471805599453
 
 # Kernels may read globals only as constants of the language.
 _TILE, _BLOCK, _MERGED, _WORDS = tl.constexpr(TILE), tl.constexpr(BLOCK), tl.constexpr(MERGED), tl.constexpr(WORDS)
+_LOG_OF_2 = tl.constexpr(_LN2)
 _LOWEST = tl.constexpr(-1.0e30)  # below every score, and its difference from any score is finite
 _BLOCKS = tl.constexpr(32)  # in the longest split
 _FAR = tl.constexpr(2**31 - 1)
@@ -159,6 +160,7 @@ def _attend(
     counters,  # [places, HK, 2]: at its first place, splits of a group that are kept, and groups of an item; zero before and after
     scale,
     softcap,
+    sinks,  # [H] or None: logits of attention that goes to no key
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -290,6 +292,10 @@ def _attend(
                         tl.debug_barrier()  # its first split's state has been read by all threads
                         _keep(kept, kept_ml, _kept_at(place, to, h, column, HK, N), group_m, group_z, group, valid, D, DP)
         valid &= column * 0 + ready > 0
+    if sinks is not None:  # as if there were one more key, without a value, after all others
+        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) / _LOG_OF_2
+        nothing = tl.zeros([DP, N], tl.float32)
+        group_m, group_z, group = _merge(group_m, group_z, group, sink, tl.full([N], 1.0, tl.float32), nothing)
     _write(out, group, group_z, row, head, valid, H, D, DP)
 
 
@@ -339,12 +345,13 @@ def attend(
     workspace: AttentionWorkspace,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute attention of rows q [R, H, D] over one layer's keys and values [n_blocks + 1, Hk, BLOCK, D], into out [R, H, D]; one launch.
 
     No item has more rows than `rows_per_item`, and the workspace has all places of the schedule. No bit depends on these, nor on the
-    schedule. `window` and `softcap` of 0 mean none. For float32, `rows_per_item` must stay the same: without matrix instructions, the shape
-    of a product decides the order of its additions.
+    schedule. `window` and `softcap` of 0 mean none; `sinks` [H]: logits of attention that goes to no key. For float32,
+    `rows_per_item` must stay the same: without matrix instructions, the shape of a product decides the order of its additions.
     """
     _, n_heads, head_dim = q.shape
     n_kv_heads, n_shares = keys.shape[1], len(rows.shares)
@@ -373,6 +380,7 @@ def attend(
         workspace.counters,
         2 * scale / (softcap * _LN2) if softcap else scale / _LN2,
         softcap / _LN2,
+        sinks,
         H=n_heads,
         HK=n_kv_heads,
         D=head_dim,

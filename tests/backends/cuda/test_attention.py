@@ -37,6 +37,11 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     window: int = 0
     softcap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        return torch.linspace(-1, 3, self.heads).to(self.dtype) if self.has_sinks else None
 
     @property
     def scale(self) -> float:
@@ -129,7 +134,7 @@ class Pass:
         attend(
             self.q, self.keys, self.values, replace(self.rows, shares=self.device_array(shares)), out, scale=self.shape.scale,
             window=self.shape.window, softcap=self.shape.softcap, rows_per_item=self.rows_per_item,
-            workspace=workspace or self.workspace(n_places),
+            workspace=workspace or self.workspace(n_places), sinks=None if self.shape.sinks is None else self.shape.sinks.to(out.device),
         )  # fmt: skip
         return out
 
@@ -155,7 +160,9 @@ def expected(shape: Shape, text: Text, row: int) -> torch.Tensor:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
     if shape.window:
         scores[:, : max(0, len(slots) - shape.window)] = -torch.inf
-    return torch.einsum("hk,khd->hd", scores.softmax(1), v)
+    if shape.sinks is not None:
+        scores = torch.cat([scores, shape.sinks.to(scores)[:, None]], 1)
+    return torch.einsum("hk,khd->hd", scores.softmax(1)[:, : len(slots)], v)
 
 
 TREE = [-1, -1, 0, 1, 3, 2, 4, 4]
@@ -169,6 +176,7 @@ SHAPES = [
     Shape(dtype=torch.float32, window=70),
     Shape(dtype=torch.bfloat16, softcap=2.0),
     Shape(dtype=torch.float32, softcap=30.0, window=5),
+    Shape(dtype=torch.bfloat16, window=40, has_sinks=True),
 ]
 
 
@@ -231,7 +239,7 @@ ARRANGEMENTS = [  # dtype, window, softcap, rows_per_item, n_programs, order of 
 )
 def test_bits_do_not_depend_on_the_arrangement(case: tuple, known: Callable[[Shape, int], torch.Tensor], device: str) -> None:  # type: ignore[type-arg]
     dtype, window, softcap, rows_per_item, n_programs, order, seed, padding = case
-    shape = Shape(heads=2, kv_heads=1, dtype=dtype, window=window, softcap=softcap)
+    shape = Shape(heads=2, kv_heads=1, dtype=dtype, window=window, softcap=softcap, has_sinks=window > 0)
     done = Pass(shape, [TEXTS[i] for i in order], rows_per_item, device, seed=seed, padding=padding)
     wanted = torch.cat([known(shape, i) for i in order])
     assert torch.equal(done.run(n_programs)[: len(wanted)], wanted)
@@ -241,7 +249,8 @@ def test_bits_do_not_depend_on_the_arrangement(case: tuple, known: Callable[[Sha
 def test_company_changes_no_bit(window: int, device: str) -> None:
     """A long text alone, beside 31 short ones and beside a longer one, by one program and by many; its groups of splits end at 1,024 and
     3,072."""
-    shape = Shape(heads=2, kv_heads=1, dim=16, dtype=torch.float32 if device == "cpu" else torch.bfloat16, window=window)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    shape = Shape(heads=2, kv_heads=1, dim=16, dtype=dtype, window=window, has_sinks=window > 0)
     long = Text(3170, 2, [-1, -1], seed=8)
     mixes = {
         "alone": [long],
@@ -312,7 +321,8 @@ def compiled() -> None:
     """What ptxas makes of the kernel: matrix instructions of one shape along the keys, no spills, products never contracted."""
     pointers = dict.fromkeys(("positions", "bases", "paths", "shares", "tables"), "*i32")
     work = {"kept": "*fp32", "kept_ml": "*fp32", "counters": "*i32"}
-    for capability, dtype, dim, heads, rows, stages, warps in ((90, "bf16", 128, 4, 8, 3, 4), (80, "bf16", 128, 4, 4, 3, 8)):
+    cases = (90, "bf16", 128, 4, 8, 3, 4, {}), (90, "bf16", 64, 8, 4, 3, 4, {"sinks": "*bf16"}), (80, "bf16", 128, 4, 4, 3, 8, {})
+    for capability, dtype, dim, heads, rows, stages, warps, sinks in cases:
         columns = max(16, triton.next_power_of_2(rows * heads))
         width = triton.next_power_of_2(dim)
         kernel = compile_kernel(
@@ -321,11 +331,12 @@ def compiled() -> None:
             | pointers
             | work
             | dict.fromkeys(("depth", "table_width"), "i32")
-            | dict.fromkeys(("scale", "softcap"), "fp32"),
+            | dict.fromkeys(("scale", "softcap"), "fp32")
+            | sinks,
             {
                 "H": heads, "HK": 1, "D": dim, "DP": width, "N": columns, "ROWS": triton.next_power_of_2(rows), "WINDOW": 0,
                 "SOFTCAP": False, "IN_FLIGHT": max(1, min(4, 8192 // (width * columns))), "OVERLAP": capability >= 90,
-            },
+            } | ({} if sinks else {"sinks": None}),
             capability=capability,
             num_stages=stages,
             num_warps=warps,

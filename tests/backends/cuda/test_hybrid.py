@@ -19,6 +19,7 @@ from ngramspec import Completion, Engine, SamplingParams
 from ngramspec.backends.base import Runner
 from ngramspec.backends.cuda import cuda_runner as runner_module
 from ngramspec.backends.cuda.cuda_runner import CudaOutput, CudaRunner
+from ngramspec.backends.cuda.expert_layer import ExpertLayer
 from ngramspec.backends.cuda.gated_delta_kernels import ROW_WORDS, DeltaShape
 from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool, count_copies, plan_walk
 from ngramspec.backends.cuda.model import CudaDecoder
@@ -85,6 +86,24 @@ def test_our_own_kernels_throughout(dtype: torch.dtype, device: str, monkeypatch
     assert runner.is_recurrent
     assert runner.shapes == [(1, 16)]
     runner.pool.check_integrity()
+
+
+def test_hybrids_with_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's choice of experts, and the shared expert's gate, are its own: paths of a tree against the same tokens as a prompt."""
+    small.take_on_trust(monkeypatch)
+    monkeypatch.setattr(runner_module, "find_dependence", lambda product, thoroughly: None)
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20}
+    model = small.make_model("qwen3_5_moe_text", **HYBRID | small.NARROW | experts).to(device)
+    runner = CudaRunner(model, max_len=32, max_seqs=2, max_rows=16, kv_bytes=1 << 22, max_depth=9)
+    assert isinstance(runner._decoder, CudaDecoder)
+    assert all(isinstance(layer.mlp, ExpertLayer) for layer in runner._decoder.layers)
+    assert (runner.is_recurrent, runner.has_experts) == (True, True)
+    slots, prompt = [runner.slot_for_tests(16) for _ in range(2)], np.array([5, 9, 5], np.int32)
+    runner.run([Span(slots[0], prompt[:-1], 0, logits=0)])
+    logits = runner.run([Span(slots[0], prompt[-1:], 2, small.branching([7, 8]))])
+    for row, path in ((0, []), (1, [7]), (2, [7, 9]), (3, [7, 8])):
+        (alone,) = runner.run([Span(slots[1], np.array([5, 9, 5, *path], np.int32), 0)])
+        assert torch.equal(alone, logits[row])
 
 
 def test_a_path_that_is_not_replayed_is_found(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +255,6 @@ def test_what_cannot_be_computed_is_refused(on_device: Engine, device: str) -> N
     with pytest.raises(UnsupportedModelError, match="size 24; on CUDA"):
         CudaRunner(
             small.make_model("qwen3_5_text", **HYBRID | {"linear_key_head_dim": 24}).to(device),
-            max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9,
-        )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="Qwen3_5Moe"):
-        CudaRunner(
-            tiny.tiny_model("qwen3_5_moe_text", **HYBRID | {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}),
             max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9,
         )  # fmt: skip
     for family, reason in (
