@@ -108,6 +108,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
     "gemma4_text": {
+        "intermediate_size": 288,  # some pieces of work, so that the last layers, twice as wide, have more
         "num_hidden_layers": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
         "sliding_window": WINDOW,

@@ -193,7 +193,7 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
     """
     gate, (quantise, activate), (both, middle, out_codes, out_act_scales) = matrices[0], functions, buffers
     n_matrices = matrices.shape[0]
-    n_blocks = middle.shape[1] // DEPTH
+    n_blocks = (gate[PANELS] * WIDTH + DEPTH - 1) // DEPTH  # of this layer, which may be narrower than others
     step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // (2 * SUPER)) * SUPER
     total = (n_blocks + step - 1) // step
     while True:

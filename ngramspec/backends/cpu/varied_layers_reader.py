@@ -65,6 +65,8 @@ def _map_layer(layer: Any, path: str, names: _Names, source: TensorSource, heads
     others = {"self_attn", "mlp", *(("act_fn", *_INPUT[:-1]) if has_input else ()), *(("router", "experts") if has_experts else ())}
     if parts.keys() != {*of_rows, *others} or not isinstance(parts["mlp"], fused_ops.GatedMLP) or (has_input and has_experts):
         return None
+    if parts["mlp"].down.in_features % DEPTH:
+        return None
     if not all(isinstance(parts[name], fused_ops.RMSNorm) and not parts[name].offset for name in of_rows):
         return None
     if {name for name, _ in layer.named_parameters()} - _PARAMETERS:

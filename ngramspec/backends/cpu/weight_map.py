@@ -218,6 +218,8 @@ class WeightMap:
             n_inputs = source[end.norm and self.inputs.norm].shape[0] if end.norm and self.inputs else 0
             if (end.gate is None) != (n_inputs == 0) or (end.experts is None) != (layer.experts is None) or (end.experts and end.gate):
                 raise ValueError(f"layer {i} has an end {end}")
+            if source[layer.matrices[-1].weight].shape[1] % DEPTH:
+                raise ValueError(f"layer {i} has an MLP of {source[layer.matrices[-1].weight].shape[1]} numbers")
             if layer.post_norms is None or self.options.layer_norm or not layer.mixer or not layer.matrices[len(layer.mixer) :]:
                 raise ValueError(f"layer {i} has an end, but no attention or no MLP with norms after them")
             wanted += [(end.scale, (1,)), (end.gate, (n_inputs, hidden)), (end.projection, (hidden, n_inputs)), (end.norm, (hidden,))]
