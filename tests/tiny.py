@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ngramspec.models.random_weights import register_decoder
 from ngramspec.speculative.budget.cost_model import CostModel, Load
 
 VOCAB = 256
@@ -59,6 +60,21 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "cohere2": {"num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
+    "deepseek_v3": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 48,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+    },
     "qwen3_5_text": {
         "num_hidden_layers": 6,
         "layer_types": ["linear_attention", "full_attention", "full_attention"] * 2,
@@ -157,6 +173,7 @@ def tiny_model(arch: str, *, seed: int = 0, std: float = 0.3, **overrides: Any) 
     """
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
     config = CONFIG_MAPPING[arch](**{**_COMMON, **ids, **_FAMILIES.get(arch, {}), **overrides})
+    register_decoder(arch)
     with torch.random.fork_rng(devices=[]):  # transformers draws some vectors at random
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

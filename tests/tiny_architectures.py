@@ -148,6 +148,35 @@ _NEMOTRON_H_KEYS = _MAMBA_KEYS | _WIDE | {
     "attention.head_count_kv": [KV_HEADS if kind == "attention" else 0 for kind in _NEMOTRON_H],
     "feed_forward_length": [INNER if kind == "mlp" else 0 for kind in _NEMOTRON_H], "attention.layer_norm_epsilon": 1e-5,
 }  # fmt: skip
+# DeepSeek-V2 and what has its form: the first layer has an MLP, the others experts, two of them shared.
+_PLAIN_KEY, _TURNED, _VALUE, _RANK = 32, 16, 48, 32
+_LATENT: Shapes = _PRE | {
+    "attn_q.weight": (HEADS * (_PLAIN_KEY + _TURNED), HIDDEN), "attn_kv_a_mqa.weight": (_RANK + _TURNED, HIDDEN),
+    "attn_kv_a_norm.weight": (_RANK,), "attn_k_b.weight": (HEADS, _RANK, _PLAIN_KEY), "attn_v_b.weight": (HEADS, _VALUE, _RANK),
+    "attn_output.weight": (HIDDEN, HEADS * _VALUE),
+}  # fmt: skip
+_TWO_STEPS: Shapes = {name: shape for name, shape in _LATENT.items() if name != "attn_q.weight"} | {
+    "attn_q_a.weight": (2 * _RANK, HIDDEN), "attn_q_a_norm.weight": (2 * _RANK,),
+    "attn_q_b.weight": (HEADS * (_PLAIN_KEY + _TURNED), 2 * _RANK),
+}  # fmt: skip
+_OLDER: Shapes = {name: shape for name, shape in _LATENT.items() if name not in ("attn_k_b.weight", "attn_v_b.weight")} | {
+    "attn_kv_b.weight": (HEADS * (_PLAIN_KEY + _VALUE), _RANK)
+}
+_BESIDE: Shapes = _EXPERTS | {
+    "ffn_gate_shexp.weight": (2 * _WIDTH, HIDDEN), "ffn_up_shexp.weight": (2 * _WIDTH, HIDDEN),
+    "ffn_down_shexp.weight": (HIDDEN, 2 * _WIDTH),
+}  # fmt: skip
+_CORRECTION: Shapes = {"exp_probs_b.bias": (_N_EXPERTS,)}
+_DEEPSEEK2_KEYS: dict[str, Any] = _CHOICE | {
+    "attention.q_lora_rank": 0, "attention.kv_lora_rank": _RANK, "attention.key_length": _RANK + _TURNED, "attention.value_length": _RANK,
+    "attention.key_length_mla": _PLAIN_KEY + _TURNED, "attention.value_length_mla": _VALUE, "attention.head_count_kv": 1,
+    "rope.dimension_count": _TURNED, "expert_feed_forward_length": _WIDTH, "expert_shared_count": 2, "leading_dense_block_count": 1,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}  # fmt: skip
+_OLDER_KEYS = {key: value for key, value in _DEEPSEEK2_KEYS.items() if not key.endswith("_mla")} | {
+    "attention.key_length": _PLAIN_KEY + _TURNED, "attention.value_length": _VALUE, "attention.head_count_kv": HEADS,
+}  # fmt: skip
+_BY_SIGMOID = {"attention.q_lora_rank": 2 * _RANK, "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5}
 _NEXTN: Shapes = {
     "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "nextn.enorm.weight": (HIDDEN,), "nextn.hnorm.weight": (HIDDEN,),
     "nextn.shared_head_norm.weight": (HIDDEN,),
@@ -283,6 +312,21 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         "granitehybrid", _ATTENTION | _MAMBA | _EXPERTS | {name: shape for name, shape in _SHARED.items() if "inp" not in name},
         _GRANITE4_KEYS | _CHOICE | _NARROW | {"rope.scaling.finetuned": False, "expert_shared_feed_forward_length": INNER}, False,
     ),
+    "deepseek2": (
+        "deepseek2", _LATENT | _GATED | _BESIDE, _DEEPSEEK2_KEYS | _YARN | {"rope.scaling.yarn_log_multiplier": 0.0707}, True,
+    ),
+    "deepseek2, older": ("deepseek2", _OLDER | _GATED | _BESIDE, _OLDER_KEYS | {"expert_weights_scale": 4.0}, True),
+    "deepseek2, groups": (
+        "deepseek2", _TWO_STEPS | _GATED | _BESIDE | _CORRECTION,
+        _DEEPSEEK2_KEYS | _YARN | _BY_SIGMOID
+        | {"expert_group_count": 4, "expert_group_used_count": 2, "rope.scaling.yarn_log_multiplier": 0.1}, True,
+    ),
+    "deepseek2, glm": ("deepseek2", _TWO_STEPS | _GATED | _BESIDE | _CORRECTION, _DEEPSEEK2_KEYS | _BY_SIGMOID, True),
+    "mistral4": (
+        "mistral4", _TWO_STEPS | _BESIDE,
+        _DEEPSEEK2_KEYS | _YARN | {"attention.q_lora_rank": 2 * _RANK, "expert_weights_norm": True, "leading_dense_block_count": 0}
+        | {"attention.temperature_scale": 0.1, "attention.temperature_length": 16, "rope.scaling.yarn_log_multiplier": 0.1}, True,
+    ),
     "qwen3moe": (
         "qwen3moe", _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH}, True,
     ),
@@ -348,6 +392,9 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
         of_head = i >= keys.get("block_count", LAYERS) - keys.get("nextn_predict_layers", 0)
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
+    if architecture == "deepseek2":
+        others = _BESIDE | _CORRECTION if i < keys["leading_dense_block_count"] else _GATED
+        layer = {name: shape for name, shape in layer.items() if name not in others}
     if architecture.startswith("nemotron_h"):
         mine = _MIXERS[_NEMOTRON_H[i]]
         layer = {name: shape for name, shape in layer.items() if name in mine or name == "attn_norm.weight"}

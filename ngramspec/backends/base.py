@@ -19,6 +19,7 @@ import numpy as np
 
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.models.latent_weights import list_latent_attention
 from ngramspec.outputs import BLOCK, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import ROWS_PER_ITEM, Batch, Span, pack
 from ngramspec.sampling.verify import Match
@@ -389,10 +390,10 @@ def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
         )
 
 
-def check_supported(model: PreTrainedModel, recurrent: Sequence[str] = ()) -> None:
+def check_supported(model: PreTrainedModel, recurrent: Sequence[str] = (), *, latent: bool = False) -> None:
     """Refuse, with the reason, what a pass over packed rows cannot compute. Raises UnsupportedModelError.
 
-    `recurrent`: ends of the names of modules that the device computes instead of attention.
+    `recurrent`: ends of the names of modules that the device computes instead of attention. `latent`: whether it computes latent attention.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -400,6 +401,8 @@ def check_supported(model: PreTrainedModel, recurrent: Sequence[str] = ()) -> No
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are supported")
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language-model head")
+    if not latent and any(list_latent_attention(model)):
+        raise UnsupportedModelError(f"{name}: its attention is latent (MLA), which only the CPU computes (device='cpu')")
     _check_layers(model, recurrent)
     if not getattr(model, "_supports_attention_backend", False) and not has_recurrent_layers(model):
         raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ngramspec.models.expert_weights import ONE_GROUP, ExpertGroups
+
 _SAME = 1e-5  # Largest difference of weights and activations that counts as rounding.
 CORRECTION = "e_score_correction_bias"  # Name of a router's own buffer [E], which is added to scores for the choice alone.
 
@@ -31,6 +33,7 @@ class RouterOptions(NamedTuple):
     """Whether the weights of the chosen experts are divided by their sum."""
     scale: float = 1.0
     """Factor of all weights."""
+    groups: ExpertGroups = ONE_GROUP
 
 
 # Chooses for logits [T, E] and what is added to scores for the choice alone [E] (None: nothing): ids and weights [T, top_k].
@@ -46,8 +49,10 @@ def choose_experts(logits: torch.Tensor, correction: torch.Tensor | None, option
     return ids, weights / (weights.sum(-1, keepdim=True) if options.normalise else 1) * options.scale
 
 
-def find_router_options(router: nn.Module, choose: Choose = choose_experts) -> RouterOptions | None:
-    """Return the options with which `choose` chooses as this module does; None if it computes something else."""
+def find_router_options(router: nn.Module, choose: Choose = choose_experts, *, grouped: bool = False) -> RouterOptions | None:
+    """Return the options with which `choose` chooses as this module does; None if it computes something else. `grouped`: whether it can
+    choose groups of experts first.
+    """
     weight = router._parameters.get("weight")
     top_k = getattr(router, "top_k", None)
     if weight is None or weight.dim() != 2 or not isinstance(top_k, int) or not 0 < top_k <= weight.shape[0]:
@@ -56,9 +61,9 @@ def find_router_options(router: nn.Module, choose: Choose = choose_experts) -> R
     if expected is None:
         return None
     logits, weights, ids = expected
-    for sigmoid in (False, True):
-        for normalise in (True, False):
-            options = RouterOptions(weight.shape[0], top_k, sigmoid, normalise)
+    for groups in _list_groups(router, weight.shape[0], top_k) if grouped else (ONE_GROUP,):
+        for sigmoid, normalise in ((False, True), (False, False), (True, True), (True, False)):
+            options = RouterOptions(weight.shape[0], top_k, sigmoid, normalise, groups=groups)
             chosen, ours = choose(logits, correction, options)
             scale = float(weights.sum() / ours.sum())
             # some routers' choice is in no order
@@ -66,6 +71,18 @@ def find_router_options(router: nn.Module, choose: Choose = choose_experts) -> R
             if torch.equal(chosen, their_choice) and float((ours * scale - theirs).abs().max()) < _SAME:
                 return options._replace(scale=1.0 if abs(scale - 1) < _SAME else scale)
     return None
+
+
+def _list_groups(router: nn.Module, n_experts: int, top_k: int) -> list[ExpertGroups]:
+    """List the ways in which a router with these attributes may choose groups first; none if the chosen ones have too few experts."""
+    n_groups = next((n for name in ("num_group", "n_group") if isinstance(n := getattr(router, name, None), int) and n > 1), 1)
+    top_groups = getattr(router, "topk_group", None) or 1
+    if n_groups == 1:
+        return [ONE_GROUP]
+    size = n_experts // n_groups
+    if n_experts % n_groups or not 0 < top_groups <= n_groups or top_groups * size < top_k:
+        return []
+    return [ExpertGroups(n_groups, top_groups, pairs) for pairs in (False, True) if size > pairs]
 
 
 def _sort_choice(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,15 @@
 """Views of the weights of experts, as [E, N, K] tensors of a `tensor_source`, whichever way a model or a file has them.
 
 transformers has the first two matrices of all experts in one parameter, as rows one after the other or in turns, and gpt-oss has it
-transposed; files have one tensor for each matrix, or for each matrix of each expert. Knows shapes, not what is computed with them.
+transposed; files have one tensor for each matrix, or for each matrix of each expert. Also the groups that experts are divided into. Knows
+shapes, not what is computed with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -152,6 +154,18 @@ def _join(found: list[np.ndarray], row_bytes: int) -> np.ndarray:
     if len(found) == 1:
         return found[0]
     return np.concatenate([np.empty((0, row_bytes), np.uint8), *found])
+
+
+class ExpertGroups(NamedTuple):
+    """Groups of experts with consecutive numbers, some of which a router chooses first."""
+
+    n_groups: int = 1
+    top_groups: int = 1
+    pairs: bool = False
+    """Whether a group's score is the sum of its two best experts' scores, instead of the best."""
+
+
+ONE_GROUP = ExpertGroups()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_configs import Config
 from ngramspec.models.gguf_metadata import GgufMetadata
 from ngramspec.models.head_parameters import HEAD, HEAD_LAYER
+from ngramspec.models.latent_weights import BOTH, KEYS, VALUES
 from ngramspec.models.tensor_source import KINDS, RowParts
 
 
@@ -29,10 +30,11 @@ class TensorUse(NamedTuple):
 
     tensor: str
     rule: str = "same"
-    """One of `start_cache.RULES`, "interleaved", "repeated", "divided", "joined": the rows of `other` follow, or "in turns": outputs of
-    `tensor` and `other` alternate."""
+    """One of `start_cache.RULES`, "interleaved", "repeated", "divided", "joined": the rows of `other` follow, "in turns": outputs of
+    `tensor` and `other` alternate, "joined heads", "head keys" or "head values": see `latent_weights`."""
     heads: int = 0
-    """Heads of an interleaving rule, value heads per key head where those of keys are repeated, or groups of rows that are divided."""
+    """Heads of an interleaving rule or of latent attention, value heads per key head where those of keys are repeated, or groups of rows
+    that are divided."""
     first: int = 0
     """The first row that belongs to the parameter."""
     end: int = 0
@@ -40,7 +42,7 @@ class TensorUse(NamedTuple):
     other: str = ""
     """Another tensor, whose rows follow, of experts in every expert."""
     parts: RowParts = ()
-    """Rows of each group that a divided tensor has for the parameter."""
+    """Rows of each group that a divided tensor has for the parameter, or of each head for its keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class Architecture:
     """Projections of Qwen3-Next by the stems of tensors: see `qwen3_next.list_parts`."""
     head: Mapping[str, str] = field(default_factory=dict)
     """Modules of the head that predicts further tokens by the stems of its tensors, besides those of its layer; none: it is left out."""
+    latent: bool = False
+    """Whether keys and values are made of a latent row, so that their sizes may differ."""
     configure: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: {}
     """Returns what differs from the config that all have in common."""
 
@@ -96,6 +100,12 @@ _GEMMA4 = {
     "post_ffw_norm_2": "post_feedforward_layernorm_2", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
 }  # fmt: skip
 _SANDWICH = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | _POST_NORMS | _ATTENTION | _MLP
+_LATENT = {"attn_q": "self_attn.q_proj", "attn_output": "self_attn.o_proj"} | {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": f"self_attn.{BOTH}",
+    "attn_k_b": f"self_attn.{KEYS}", "attn_v_b": f"self_attn.{VALUES}",
+}  # fmt: skip
+_SHARED_EXPERTS = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _PAIRS = {"attn_q": "interleaved", "attn_k": "interleaved"}
 _HEAD = {
     "nextn.eh_proj": "fc", "nextn.enorm": "pre_fc_norm_embedding", "nextn.hnorm": "pre_fc_norm_hidden", "nextn.shared_head_norm": "norm",
@@ -141,7 +151,7 @@ def read_config(file: Gguf) -> Config:
             f"{name}_token_id": metadata.get_token_id(key, vocab_size) for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
         },
     }
-    if metadata.get_int("attention.value_length", config["head_dim"]) != config["head_dim"]:
+    if metadata.get_int("attention.value_length", config["head_dim"]) != config["head_dim"] and not row.latent:
         raise metadata.make_refusal(
             "attention.value_length", metadata.get_int("attention.value_length"), "the same as attention.key_length"
         )
@@ -189,11 +199,13 @@ _NEMOTRON_H = (
 )
 _NEMOTRON_H_WHOLE = {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"}
 _GRANITE_EXPERTS = {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()}
+_DEEPSEEK2 = _NORMS | _LATENT | _MLP | _EXPERTS | _SHARED_EXPERTS | {"exp_probs_b": "mlp.gate.e_score_correction"}
 _LFM2_WHOLE = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
     "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=configs.read_cohere2),
     "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, configure=configs.read_cohere),
+    "deepseek2": Architecture(model_type="deepseek_v2", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
     "ernie4_5": Architecture(model_type="ernie4_5", layer=_LLAMA, configure=configs.read_ernie),
     "exaone4": Architecture(model_type="exaone4", layer=_OLMO2, configure=configs.read_exaone4),
     "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=configs.read_gemma),
@@ -277,6 +289,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=configs.read_llama_or_mixtral),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
+    "mistral4": Architecture(model_type="mistral4", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
     "nemotron_h": Architecture(
         model_type="nemotron_h",
         layer=_NEMOTRON_H | {"ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},
@@ -395,7 +408,22 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
         use = _make_use(row, config, tensor.name, stem, kind)
         return {f"{path}_bias" if kind == "bias" else path: use._replace(other=other)}
     use = _make_use(row, config, tensor.name, stem, kind)
+    if row.latent and kind == "weight" and stem in ("attn_k_b", "attn_kv_b"):
+        return _map_heads(config, tensor.name, stem, path) | {f"{path}.{kind}": use}
     return {f"{path}.{kind}": use._replace(other=tensor.name.replace("gate", "up")) if use.rule == "joined" else use}
+
+
+def _map_heads(config: Config, name: str, stem: str, path: str) -> dict[str, TensorUse]:
+    """Return what is made of the matrices of latent attention's keys, besides themselves: transformers' one of keys and values, or of that
+    the matrices of keys and values.
+    """
+    at, n_heads, of_keys = path.rpartition(".")[0], config["num_attention_heads"], ((0, config["qk_nope_head_dim"]),)
+    if stem == "attn_k_b":
+        return {f"{at}.{BOTH}.weight": TensorUse(name, "joined heads", n_heads, other=name.replace("attn_k_b", "attn_v_b"), parts=of_keys)}
+    return {
+        f"{at}.{part}.weight": TensorUse(name, f"head {what}", n_heads, parts=of_keys)
+        for part, what in ((KEYS, "keys"), (VALUES, "values"))
+    }
 
 
 def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str, first: int = 0, end: int = 0) -> TensorUse:

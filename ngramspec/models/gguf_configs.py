@@ -134,12 +134,14 @@ def read_qwen(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {"use_sliding_window": False, "sliding_window": None}
 
 
-def read_experts(metadata: GgufMetadata, normalise: bool, scoring: int = SOFTMAX, *, scaled: bool = False) -> Config:
-    """Read how experts are chosen, and check that it is what the architecture's model computes; `scaled`: their weights may be."""
+def read_experts(metadata: GgufMetadata, normalise: bool, scoring: int = SOFTMAX, *, scaled: bool = False, grouped: bool = False) -> Config:
+    """Read how experts are chosen, and check that it is what the architecture's model computes; `scaled`: their weights may be, `grouped`:
+    some groups of them may be chosen first.
+    """
     n, chosen = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
     if not 0 < chosen <= n:
         raise metadata.make_refusal("expert_used_count", chosen, f"1 to {n}")
-    for key, value in (("expert_gating_func", scoring), ("expert_group_count", 1)):
+    for key, value in (("expert_gating_func", scoring), *((("expert_group_count", 1),) if not grouped else ())):
         if (stated := metadata.get_int(key, value)) not in (0, value):
             raise metadata.make_refusal(key, stated, str(value))
     if (scale := metadata.get_float("expert_weights_scale", 1.0)) not in (0.0, 1.0) and not scaled:
@@ -409,6 +411,68 @@ def read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
         "top_k_experts": experts.get("num_experts_per_tok"),
         "moe_intermediate_size": metadata.get_same("expert_feed_forward_length") if has_experts else None,
     }  # fmt: skip
+
+
+def _read_latent(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the sizes of latent attention. Older files have those of whole heads, newer ones beside those of rows that are kept."""
+    end = "_mla" if metadata.has_key("attention.key_length_mla") else ""
+    key, value = (metadata.get_int(f"attention.{name}_length{end}") for name in ("key", "value"))
+    turned, n_heads = metadata.get_int("rope.dimension_count"), config["num_attention_heads"]
+    if not 0 < turned < key:
+        raise metadata.make_refusal("rope.dimension_count", turned, f"1 to {key - 1}")
+    if (kv := metadata.get_same("attention.head_count_kv", 1)) not in (1, n_heads):
+        raise metadata.make_refusal("attention.head_count_kv", kv, f"1 or {n_heads}")
+    rope = metadata.get_rope()
+    if rope["rope_type"] == "yarn":
+        # Files state a tenth of DeepSeek's mscale_all_dim, and mscale is the same.
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * metadata.get_float("rope.scaling.yarn_log_multiplier", 0.0))
+        rope["attention_factor"] = 1.0
+    return {
+        "kv_lora_rank": metadata.get_int("attention.kv_lora_rank"), "q_lora_rank": metadata.get_int("attention.q_lora_rank", 0) or None,
+        "qk_nope_head_dim": key - turned, "qk_rope_head_dim": turned, "v_head_dim": value, "head_dim": turned,
+        "num_key_value_heads": n_heads, "rope_parameters": rope, "rope_interleave": True, "attention_bias": False,
+        "intermediate_size": metadata.get_same("feed_forward_length"),
+        "first_k_dense_replace": metadata.get_int("leading_dense_block_count", 0),
+    }  # fmt: skip
+
+
+def read_deepseek2(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of DeepSeek-V2 and what has its form. How experts are scored tells which of transformers' models it is: by sigmoid
+    DeepSeek-V3 (GLM-4.7-Flash is the same), by softmax Mistral Small 4 if the weights of the chosen ones are divided by their sum.
+    """
+    found = _read_latent(metadata, config)
+    if not metadata.get_int("expert_count", 0):
+        dense = {"first_k_dense_replace": metadata.n_layers, "n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+        return found | dense | {"model_type": "deepseek_v3"}
+    normalise, is_glm = metadata.is_stated("expert_weights_norm", True), config["vocab_size"] == 154880
+    default = SIGMOID if is_glm and metadata.n_layers in (47, 48) else SOFTMAX  # as llama.cpp tells GLM-4.7-Flash
+    scoring = SIGMOID if (metadata.get_int("expert_gating_func", 0) or default) == SIGMOID else SOFTMAX
+    experts = read_experts(metadata, normalise, scoring, scaled=True, grouped=True)
+    n_groups, top_groups = (max(1, metadata.get_int(f"expert_group{key}_count", 1)) for key in ("", "_used"))
+    n_experts = experts.pop("num_experts")
+    if n_experts % n_groups or not 0 < top_groups <= n_groups or top_groups * (n_experts // n_groups) < experts["num_experts_per_tok"]:
+        raise metadata.make_refusal("expert_group_count", n_groups, f"a divisor of expert_count, {n_experts}, with enough experts")
+    if scoring == SIGMOID:
+        found["model_type"] = "deepseek_v3"
+    elif normalise:
+        found |= _read_mistral4(metadata, found)
+    else:
+        found |= {"model_type": "deepseek_v2", "topk_method": "greedy" if n_groups == 1 else "group_limited_greedy"}
+    return found | experts | {
+        "n_routed_experts": n_experts, "n_shared_experts": metadata.get_int("expert_shared_count"), "n_group": n_groups,
+        "topk_group": top_groups, "moe_intermediate_size": metadata.get_same("expert_feed_forward_length"),
+        "routed_scaling_factor": metadata.get_float("expert_weights_scale", 0.0) or 1.0,
+    }  # fmt: skip
+
+
+def _read_mistral4(metadata: GgufMetadata, found: Config) -> Config:
+    """Read what Mistral Small 4 has besides: queries that are scaled by their position."""
+    rope, scale = found["rope_parameters"], metadata.get_float("attention.temperature_scale", 0.0)
+    length = rope.get("original_max_position_embeddings", metadata.get_int("context_length"))
+    if scale and (stated := metadata.get_int("attention.temperature_length", length)) != length:
+        raise metadata.make_refusal("attention.temperature_length", stated, str(length))
+    rope |= {"llama_4_scaling_beta": scale, "original_max_position_embeddings": length}
+    return {"model_type": "mistral4", "head_dim": found["qk_nope_head_dim"] + found["qk_rope_head_dim"]}
 
 
 def read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:

@@ -21,7 +21,15 @@ from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_architectures import list_head_tensors, list_idle_tensors, map_tensors, read_config
 from ngramspec.models.gguf_metadata import SLIDING
 from ngramspec.models.random_weights import empty_model
-from ngramspec.models.start_cache import ROPE_FACTORS, TENSOR_NAMES, apply_rule, locate_head, locate_tensor, read_tensor_names
+from ngramspec.models.start_cache import (
+    ROPE_FACTORS,
+    TENSOR_NAMES,
+    apply_rule,
+    locate_head,
+    locate_heads,
+    locate_tensor,
+    read_tensor_names,
+)
 from ngramspec.models.tensor_source import StoredTensor, TensorSource, WeightFile
 
 
@@ -72,7 +80,7 @@ def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorS
     if ROPE_FACTORS in gguf.tensors:
         _scale_angles(model, locate_tensor(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())
         used.add(ROPE_FACTORS)
-    stored |= locate_head(gguf, files, names)
+    stored |= locate_head(gguf, files, names) | locate_heads(gguf, files, names)
     if unused := sorted(gguf.tensors.keys() - used - list_idle_tensors(gguf, model.config.to_dict()) - list_head_tensors(gguf)):
         raise UnsupportedModelError(
             f"{gguf.path}: it has {len(unused)} tensors that {type(model).__name__} has no use for, such as {unused[0]}: "
@@ -100,7 +108,8 @@ def _check_sizes(gguf: Gguf, config: dict[str, Any]) -> None:
             raise UnsupportedModelError(f"{gguf.path}: {key} is {config[key]!r} by its metadata; accepted: 1 to {most}, by its tensors")
     optional = (
         "hidden_size_per_layer_input", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size",
-        "num_experts", "num_local_experts", "n_routed_experts",
+        "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip
     others = [(key, config[key]) for key in optional if config.get(key)]
     others += [item for layer in config.get("per_layer_config", {}).values() for item in layer.items()]

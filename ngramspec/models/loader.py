@@ -44,7 +44,7 @@ from ngramspec.models import (
 from ngramspec.models.memory import check_memory
 from ngramspec.models.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
 from ngramspec.models.parameters import fill, make_params_source
-from ngramspec.models.random_weights import empty_model, make_config, parameter_bytes
+from ngramspec.models.random_weights import empty_model, is_decoder, make_config, parameter_bytes
 from ngramspec.models.shapes import PREFIX as RANDOM
 from ngramspec.models.shapes import read_shape
 from ngramspec.models.start_cache import Progress, get_derived_folder, remove_converted
@@ -245,7 +245,7 @@ def _select_text_part(config: dict[str, Any], spec: str, progress: Progress) -> 
     """Return the config of the text decoder within a model that also reads images or sound, and whether it is such a model."""
     text = config.get("text_config")
     others = [f"{name}_config" for name in ("vision", "audio") if f"{name}_config" in config]
-    if not others or not isinstance(text, dict) or text.get("model_type") not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not others or not isinstance(text, dict) or not is_decoder(text.get("model_type")):
         return config, False
     names = ("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
     progress(f"{spec} also reads {'images' if 'vision_config' in others else 'sound'}; here it reads and writes text alone")
@@ -254,7 +254,7 @@ def _select_text_part(config: dict[str, Any], spec: str, progress: Progress) -> 
 
 def _check_kind(config: dict[str, Any], spec: str) -> None:
     kind = config.get("model_type")
-    native = isinstance(kind, str) and kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    native = is_decoder(kind)
     if not native and "auto_map" in config:
         raise RemoteCodeError(
             f"{spec}: model_type {kind!r} is not part of transformers {transformers.__version__} and would run code shipped with the "

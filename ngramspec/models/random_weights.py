@@ -7,6 +7,7 @@ model's, so that tokens vary with the text and greedy text repeats now and then.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from ngramspec.errors import UnsupportedModelError
@@ -22,6 +24,21 @@ LOGIT_STD = 4.0  # Standard deviation of the logits.
 # Standard deviation of attention scores: with 1, hundreds of keys would be averaged and the context would hardly matter.
 QUERY_STD = 3.0
 _BIAS_STD = 0.1
+_UNLISTED = {
+    "mistral4": "Mistral4"
+}  # decoders that transformers lists as parts of other models alone, by type, and what classes begin with
+
+
+def is_decoder(model_type: object) -> bool:
+    """Return whether transformers has a text decoder of this type."""
+    return isinstance(model_type, str) and (model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in _UNLISTED)
+
+
+def register_decoder(model_type: str) -> None:
+    """Have AutoModelForCausalLM make decoders of this type, even if transformers does not list them."""
+    if (name := _UNLISTED.get(model_type)) is not None:
+        package = importlib.import_module(f"transformers.models.{model_type}")
+        AutoModelForCausalLM.register(getattr(package, f"{name}Config"), getattr(package, f"{name}ForCausalLM"), exist_ok=True)
 
 
 def make_config(config: dict[str, Any]) -> PreTrainedConfig:
@@ -33,6 +50,7 @@ def make_config(config: dict[str, Any]) -> PreTrainedConfig:
 def empty_model(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """Make the model of a config with parameters on the "meta" device, which take no memory. Raises UnsupportedModelError."""
     try:
+        register_decoder(str(config.get("model_type")))
         # Buffers are small, and hold the angles of rotary embeddings. Parameters that take no memory need no values.
         with init_empty_weights(include_buffers=False), initialization.no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(config), dtype=dtype)
@@ -72,7 +90,7 @@ def fill(model: PreTrainedModel, device: str, seed: int = 0) -> PreTrainedModel:
             if empty not in made:
                 values = torch.empty(empty.shape, dtype=empty.dtype, device=device)
                 if values.dim() > 1:
-                    gain = QUERY_STD if path.endswith("q_proj") else 1.0
+                    gain = QUERY_STD if path.endswith(("q_proj", "q_b_proj")) else 1.0
                     n_in = values.shape[0] if isinstance(module, Conv1D) else values.shape[-1]
                     values.normal_(0.0, gain * n_in**-0.5, generator=generator)
                 elif name == "A_log":  # of Gated DeltaNet, as its authors begin: -exp(A_log) · softplus(…) is the logarithm of the decay

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from ngramspec.errors import UnsupportedModelError
+from ngramspec.models.latent_weights import list_latent_attention
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.tensor_source import TensorSource
 
@@ -244,15 +246,17 @@ def _passed_on(model: PreTrainedModel, found: Trace) -> Iterator[None]:
             del layer.forward
 
 
-def find_sure_rows(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+def find_sure_rows(logits: torch.Tensor, top_k: int, groups: tuple[torch.Tensor, int] | None = None) -> torch.Tensor:
     """Return for which rows rounding does not change the choice of `top_k` experts by these logits [n, E]: [n] bool.
 
-    If that holds for few rows, they are the quarter for which it is most likely.
+    `groups`: scores [n, groups] of groups of experts that are chosen before, and how many are. If that holds for few rows, they are the
+    quarter for which it is most likely.
     """
-    best = logits.sort(dim=-1, descending=True).values
-    if top_k == logits.shape[-1]:
-        return torch.ones(len(logits), dtype=torch.bool)
-    gaps = (best[:, top_k - 1] - best[:, top_k]) / logits.std(dim=-1).clamp(min=1e-6)
+    gaps = torch.full((len(logits),), torch.inf)
+    for scores, k in ((logits, top_k), *((groups,) if groups else ())):
+        if k < scores.shape[-1]:
+            best = scores.sort(dim=-1, descending=True).values
+            gaps = torch.minimum(gaps, (best[:, k - 1] - best[:, k]) / scores.std(dim=-1).clamp(min=1e-6))
     return gaps >= min(_SURE, float(gaps.quantile(0.75)))
 
 
@@ -317,6 +321,18 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     model.config._attn_implementation = model.config.get_text_config()._attn_implementation = name
 
 
+def set_own_attention(model: PreTrainedModel, kv_dtype: str) -> None:
+    """Have all layers call transformers' own attention, with what is kept of a token rounded to `kv_dtype`."""
+    latent = [attention for _, attention in list_latent_attention(model)]
+    set_attention(model, ATTENTION["float32" if latent else kv_dtype])
+    for attention in latent if kv_dtype == "float16" else ():
+        attention.expand_kv = partial(_expand_16_bits, type(attention).expand_kv, attention)
+
+
+def _expand_16_bits(expand: Callable[..., Any], attention: torch.nn.Module, latent: torch.Tensor, turned: torch.Tensor) -> Any:
+    return expand(attention, latent.half().float(), turned.half().float())
+
+
 class Reference:
     """transformers' model with the first WORDS words of the vocabulary, and float32 weights in one of its layers at a time."""
 
@@ -337,7 +353,7 @@ class Reference:
                 module.rope_type = model.get_submodule(path).rope_type  # `long_rope.fix_angles` may have chosen
         inside = {id(module) for layer in layers_of(self.model) for module in layer.modules()}
         self._fill([(path, module) for path, module in self.model.named_modules() if id(module) not in inside])
-        set_attention(self.model, ATTENTION[kv_dtype])
+        set_own_attention(self.model, kv_dtype)
 
     def trace(self, layer: int, texts: Sequence[CheckText], *, gives_tuple: bool) -> list[Trace]:
         """Trace each text through that layer alone, or after the one whose keys and values it has.

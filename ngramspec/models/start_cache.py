@@ -36,6 +36,7 @@ from ngramspec.models.expert_weights import join_experts, join_rows, transpose_e
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_architectures import TensorUse
 from ngramspec.models.head_parameters import HEAD
+from ngramspec.models.latent_weights import KEYS, VALUES, join_heads, split_heads
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.models.tensor_source import (
     KINDS,
@@ -53,7 +54,7 @@ from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 6  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 7  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
@@ -284,9 +285,24 @@ def locate_head(file: Gguf, files: dict[Path, WeightFile], names: dict[str, Tens
     return {}
 
 
+def locate_heads(file: Gguf, files: dict[Path, WeightFile], names: dict[str, TensorUse]) -> dict[str, StoredTensor]:
+    """Locate the matrices of single heads of latent attention, which are no parameters. Raises UnsupportedModelError."""
+    ends = tuple(f".{part}.weight" for part in (KEYS, VALUES))
+    return {name: _locate_parameter(file, files, name, use) for name, use in names.items() if name.endswith(ends)}
+
+
 def _locate_parameter(file: Gguf, files: dict[Path, WeightFile], name: str, use: TensorUse) -> StoredTensor:
     """Locate a parameter in the shape that its rule gives it. Raises UnsupportedModelError."""
     shape = file.tensors[use.tensor].shape
+    if use.rule in ("head keys", "head values"):
+        plain, n_keys = locate_tensor(file, files, file.tensors[use.tensor]), use.parts[0][1]
+        if len(shape) != 2 or shape[0] % use.heads or shape[0] // use.heads <= n_keys:
+            raise UnsupportedModelError(
+                f"{file.path}: {use.tensor} is {list(shape)}; accepted: {use.heads} heads of more than {n_keys} rows"
+            )
+        return split_heads(plain, use.heads, n_keys)[use.rule == "head values"]
+    if use.rule == "joined heads" and use.other in file.tensors and len(shape) == len(file.tensors[use.other].shape) == 3:
+        return apply_rule(file, files, use, (shape[0] * (shape[2] + file.tensors[use.other].shape[1]), shape[1]))
     if name.endswith(_ONE_ROW) and len(shape) == 1:
         shape = (1, *shape)
     if name.endswith(_CONVOLUTION) and len(shape) == 2:
@@ -314,6 +330,14 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
     plain = locate_tensor(file, files, file.tensors[use.tensor])
     if use.other and use.other not in file.tensors:
         raise UnsupportedModelError(f"{file.path}: it has the tensor {use.tensor}, and lacks {use.other}")
+    if use.rule == "joined heads":
+        other, n_keys, (n_rows, rank) = locate_tensor(file, files, file.tensors[use.other]), use.parts[0][1], shape
+        if (plain.shape, other.shape) != ((use.heads, rank, n_keys), (use.heads, n_rows // use.heads - n_keys, rank)):
+            raise UnsupportedModelError(
+                f"{file.path}: config and weights disagree: {use.tensor} is {list(plain.shape)} and {use.other} {list(other.shape)}, for "
+                f"{list(shape)} by the config"
+            )
+        return join_heads(plain, other)
     if use.other:
         return _join_tensors(file, plain, locate_tensor(file, files, file.tensors[use.other]), use, shape)
     rule = use.rule

@@ -25,6 +25,7 @@ RECORD = json.loads((Path(__file__).parent / "logits.json").read_text())
 ROUNDING, ROUNDED_GELU = 3e-5, 1e-3
 ROUNDED_ROWS = 5e-2  # activations of 8 bits, for experts in quant blocks
 GELU, QUANTISED = ("gemma", "starcoder2"), "mxfp4"
+LATENT = ("deepseek2, older", "deepseek2, groups", "mistral4")
 MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe")
 
 
@@ -56,7 +57,7 @@ def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path)
     assert np.abs(mine[RECORD["rows"], : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
 
 
-@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *MAMBA])
+@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *MAMBA, *LATENT])
 def test_drafts_batches_and_later_starts_change_no_token(case: str, tmp_path: Path) -> None:
     path = str(tiny_architectures.write(tmp_path / "model.gguf", case))
     prompts = [[5, 17, 88, 3, 42, 5, 17, 88], [9, 8], [7] * 40]
@@ -135,6 +136,11 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("nemotron_h", {"ssm__inner_size": 1 << 30}, r"nemotron_h.ssm.inner_size is 1073741824"),
         ("nemotron_h", {"attention__scale": 0.5}, r"nemotron_h.attention.scale is 0.5"),
         ("nemotron_h", {"ssm__time_step_rank": 3}, r"nemotron_h.ssm.time_step_rank is 3"),
+        ("deepseek2", {"rope__dimension_count": 48}, r"deepseek2.rope.dimension_count is 48.*1 to 47"),
+        ("deepseek2", {"attention__head_count_kv": 2}, r"deepseek2.attention.head_count_kv is 2.*1 or 4"),
+        ("deepseek2", {"expert_group_count": 3}, r"deepseek2.expert_group_count is 3"),
+        ("deepseek2, groups", {"expert_group_used_count": 1}, r"deepseek2.expert_group_count is 4.*with enough experts"),
+        ("mistral4", {"attention__temperature_length": 8}, r"mistral4.attention.temperature_length is 8.*accepted: 16"),
         ("lfm2", {"attention__causal": False}, r"lfm2.attention.causal is False"),
         ("llama", {"embedding_length": [64] * 5000}, "array of 5000 values|is an array"),
     ],
@@ -152,6 +158,13 @@ def test_what_a_model_cannot_be_is_refused_by_key(tmp_path: Path, case: str, cha
         ("gpt-oss", {"expert_count": 1 << 30}, "num_local_experts is 1073741824"),
         ("lfm2moe", {"expert_feed_forward_length": 1 << 30}, "moe_intermediate_size is 1073741824"),
         ("nemotron_h_moe", {"expert_count": 1 << 30}, "n_routed_experts is 1073741824"),
+        ("deepseek2", {"attention__kv_lora_rank": 1 << 30}, "kv_lora_rank is 1073741824"),
+        (
+            "deepseek2",
+            {"attention__value_length_mla": 40},
+            r"blk.0.attn_k_b.weight is \[4, 32, 32\] and blk.0.attn_v_b.weight \[4, 48, 32\]",
+        ),
+        ("deepseek2, older", {"attention__value_length": 128}, r"config and weights disagree: blk.0.attn_kv_b.weight"),
         ("granitehybrid, experts", {"expert_shared_feed_forward_length": 1 << 30}, "shared_intermediate_size is 1073741824"),
         ("gpt-oss", {"attention__sliding_window": 0}, r"sliding_window is 0 by its metadata; accepted: 1 and more"),
     ],

@@ -7,7 +7,7 @@ of a softmax has sixteen lanes tied to absolute positions. So the bits of a (row
 memory, or on how a text was cut into passes.
 
 Layout of a layer, chosen so that tiles (`codegen.simd`) read consecutive floats: keys `[n_blocks, n_kv_heads, head_dim, BLOCK]`, values
-`[n_blocks, n_kv_heads, BLOCK, head_dim]`.
+`[n_blocks, n_kv_heads, BLOCK, head_dim]`. Values may have fewer numbers than keys (`latent_attention`).
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
 
     The other arguments are those of `_attend`.
     """
-    n_dim, n_kv = q.shape[2], keys.shape[1]
+    n_dim, n_kv, n_value = q.shape[2], keys.shape[1], values.shape[3]
     group = q.shape[1] // n_kv
     part, per_item = group // by_heads, n_kv * by_rows * by_heads
     flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
@@ -225,11 +225,11 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
         for d in range(n_dim):
             queries[m * n_dim + d] = q[row0 + m // part, head0 + m % part, d] * scale
     s = np.empty(n_heads * width, np.float32)
-    block_step, head_at = n_kv * BLOCK * n_dim, h * BLOCK * n_dim
-    _score(queries, (n_heads, n_dim), (flat_keys, head_at, block_step, table), tile0, n_tiles, s, width)
+    _score(queries, (n_heads, n_dim), (flat_keys, h * BLOCK * n_dim, n_kv * BLOCK * n_dim, table), tile0, n_tiles, s, width)
+    block_step, head_at = n_kv * BLOCK * n_value, h * BLOCK * n_value
     logical = np.empty(paths.shape[1], np.float32)
     totals = np.empty(n_heads, np.float32)
-    acc = np.zeros(n_heads * n_dim, np.float32)
+    acc = np.zeros(n_heads * n_value, np.float32)
     for m in range(n_heads):
         r = row0 + m // part
         scores, base, end = s[m * width : (m + 1) * width], np.int64(bases[r]), np.int64(positions[r]) + 1
@@ -251,30 +251,30 @@ def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, p
         first = t * BLOCK
         if all_from <= t < all_to:
             if t == all_from:
-                _mix_blocks(acc, (n_heads, n_dim), s, width, (flat_values, head_at, block_step, table), t, all_to)
+                _mix_blocks(acc, (n_heads, n_value), s, width, (flat_values, head_at, block_step, table), t, all_to)
             continue
         tile = np.int64(table[t]) * block_step + head_at
         common = min(shared - first, BLOCK) if latest <= first else none  # keys that all rows see, in the slots of their positions
         if common > 0:
-            _mix_keys(acc, none, (n_heads, n_dim, none), s, first, width, flat_values, tile, common)
+            _mix_keys(acc, none, (n_heads, n_value, none), s, first, width, flat_values, tile, common)
         for r in range(row0, row1):
             base, end = np.int64(bases[r]), np.int64(positions[r]) + 1
             p = max(first + max(common, none), end - window if window > 0 else np.int64(0))
             end = min(end, first + BLOCK)
             while p < end:
-                n_keys, at = min(base, end) - p, tile + (p - first) * n_dim
+                n_keys, at = min(base, end) - p, tile + (p - first) * n_value
                 if p >= base:
                     slot, n_keys = np.int64(paths[r, p - base]), np.int64(1)
-                    at = np.int64(table[slot // BLOCK]) * block_step + head_at + slot % BLOCK * n_dim
+                    at = np.int64(table[slot // BLOCK]) * block_step + head_at + slot % BLOCK * n_value
                     while p + n_keys < end and (slot + n_keys) % BLOCK and paths[r, p + n_keys - base] == slot + n_keys:
                         n_keys += 1
                 m = (r - row0) * part
-                _mix_keys(acc, m * n_dim, (part, n_dim, none), s, m * width + p, width, flat_values, at, n_keys)
+                _mix_keys(acc, m * n_value, (part, n_value, none), s, m * width + p, width, flat_values, at, n_keys)
                 p += n_keys
     for m in range(n_heads):
         inverse = _ONE / totals[m]
-        for d in range(n_dim):
-            out[row0 + m // part, head0 + m % part, d] = acc[m * n_dim + d] * inverse
+        for d in range(n_value):
+            out[row0 + m // part, head0 + m % part, d] = acc[m * n_value + d] * inverse
 
 
 def find_attention(kv_dtype: str | np.dtype) -> int:

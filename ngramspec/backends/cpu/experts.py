@@ -17,14 +17,16 @@ from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
 from ngramspec.backends.cpu.matmul import BY_BLOCK, CACHED, INT8, PANEL_BYTES, PANELS, Matrix, locate_rows, multiply, quantise_row
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
+from ngramspec.models.expert_weights import ONE_GROUP, ExpertGroups
 from ngramspec.sampling.numeric import compute_sigmoid, exp
 
 _F = np.float32
 GATE, UP, DOWN, ROUTER = range(
     4
 )  # indices of a layer's matrices of experts; those of all experts lie one after the other in the first three
-N_EXPERTS, TOP_K, SCORING, NORMALISE, SHARED = range(5)  # fields of a layer's options
-OPTIONS = 5
+# Fields of a layer's options; PAIRS: whether the score of a group of experts is the sum of its two best, instead of its best.
+N_EXPERTS, TOP_K, SCORING, NORMALISE, SHARED, N_GROUPS, TOP_GROUPS, PAIRS = range(8)
+OPTIONS = 8
 SOFTMAX, SIGMOID = range(2)  # values of SCORING: how logits become weights
 NO_SHARED, SHARED_FULLY, SHARED_BY_GATE = range(3)  # values of SHARED: the router's last output is the shared expert's gate, if it has one
 SHARES = 8  # Pieces of the experts' last product per thread.
@@ -49,6 +51,7 @@ class Experts(NamedTuple):
     shared: int = NO_SHARED
     activation: str | tuple[float, float] = "silu"
     """See `Kernels.get_gated_activation`."""
+    groups: ExpertGroups = ONE_GROUP
 
     @property
     def fields(self) -> np.ndarray:
@@ -61,7 +64,7 @@ class Experts(NamedTuple):
     @property
     def options(self) -> np.ndarray:
         """[OPTIONS] int64"""
-        return np.array([self.n_experts, self.top_k, self.scoring, self.normalise, self.shared], np.int64)
+        return np.array([self.n_experts, self.top_k, self.scoring, self.normalise, self.shared, *self.groups], np.int64)
 
     @property
     def inner(self) -> int:
@@ -109,16 +112,44 @@ def make_pair_buffers(layers: list[Experts], n_rows: int, width: int, n_layers: 
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def _choose_groups(logits, correction, options, chosen):
+    """Set the flags [groups] of a row's best groups of experts; of equal ones those with the lowest numbers are chosen."""
+    n_groups, most, size = chosen.shape[0], logits[0], options[N_EXPERTS] // chosen.shape[0]
+    for e in range(1, options[N_EXPERTS]):
+        most = max(most, logits[e])
+    scores = np.empty(n_groups, np.float32)
+    for g in range(n_groups):
+        best = second = _F(-np.inf)
+        for e in range(g * size, (g + 1) * size):
+            score = compute_sigmoid(logits[e]) if options[SCORING] == SIGMOID else exp(logits[e] - most)
+            if correction.shape[0]:
+                score += correction[e]
+            best, second = max(best, score), max(second, min(best, score))
+        scores[g] = best + second if options[PAIRS] else best
+    for _ in range(options[TOP_GROUPS]):
+        at = np.int64(-1)
+        for g in range(n_groups):
+            if not chosen[g] and (at < 0 or scores[g] > scores[at]):
+                at = g
+        chosen[at] = True
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def choose_experts(logits, correction, options, scale, ids, weights):
     """Choose a row's experts by its logits [E]: ids [top_k] int32, best first and equal ones by lowest id, and weights [top_k] float32.
 
-    `correction` [E], or [0] for none, is added to the scores for the choice alone.
+    `correction` [E], or [0] for none, is added to the scores for the choice alone. The groups that are chosen have at least top_k experts.
     """
     n, k = options[N_EXPERTS], options[TOP_K]
     sigmoid = options[SCORING] == SIGMOID
     best = np.empty(k, np.float32)
-    n_found = 0
+    n_found, groups = 0, np.zeros(max(np.int64(1), options[N_GROUPS]), np.bool_)
+    size = n // groups.shape[0]
+    if groups.shape[0] > 1:
+        _choose_groups(logits, correction, options, groups)
     for e in range(n):
+        if groups.shape[0] > 1 and not groups[e // size]:
+            continue
         score = compute_sigmoid(logits[e]) if sigmoid else logits[e]
         if correction.shape[0]:
             score += correction[e]

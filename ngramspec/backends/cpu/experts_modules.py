@@ -126,13 +126,13 @@ def find_router_options(router: nn.Module) -> tuple[np.ndarray, float] | None:
 
     The module's parameters may be on the "meta" device.
     """
-    found = expert_routing.find_router_options(router, _choose_as)
+    found = expert_routing.find_router_options(router, _choose_as, grouped=True)
     return found and (_list_options(found), found.scale)
 
 
 def _list_options(options: RouterOptions) -> np.ndarray:
     scoring = moe.SIGMOID if options.sigmoid else moe.SOFTMAX
-    return np.array([options.n_experts, options.top_k, scoring, options.normalise, moe.NO_SHARED], np.int64)
+    return np.array([options.n_experts, options.top_k, scoring, options.normalise, moe.NO_SHARED, *options.groups], np.int64)
 
 
 def _choose_as(logits: torch.Tensor, correction: torch.Tensor | None, options: RouterOptions) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,6 +33,7 @@ def _move(keys, values, tables, slots, starts, ends, paths):
                 for h in range(keys.shape[1]):
                     for d in range(keys.shape[2]):
                         keys[tb, h, d, to] = keys[sb, h, d, so]
+                    for d in range(values.shape[3]):
                         values[tb, h, to, d] = values[sb, h, so, d]
         first = ends[i]
 
@@ -56,21 +57,24 @@ class KVPool(BlockTables):
     """
 
     def __init__(
-        self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, dtype: type[np.generic] = np.float32
-    ) -> None:
-        """Allocate the pool. `shapes`: per layer (n_kv_heads, head_dim). `dtype`: float32, or uint16 for the bits of float16."""
+        self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, dtype: type[np.generic] = np.float32,
+        value_dim: int = 0,
+    ) -> None:  # fmt: skip
+        """Allocate the pool. `shapes`: per layer (n_kv_heads, head_dim). `dtype`: float32, or uint16 for the bits of float16. `value_dim`:
+        numbers of a value in every layer; 0: as many as a key has.
+        """
         super().__init__(n_blocks, max_seqs, max_len)
-        sizes = [n_blocks * h * d * BLOCK for h, d in shapes]
+        sizes, value_sizes = ([n_blocks * h * (n or d) * BLOCK for h, d in shapes] for n in (0, value_dim))
         try:
             # zeros: pages are taken from the system as they are first written
-            keys, values = np.zeros(sum(sizes), dtype), np.zeros(sum(sizes), dtype)
+            keys, values = np.zeros(sum(sizes), dtype), np.zeros(sum(value_sizes), dtype)
         except MemoryError as e:
             raise OutOfMemoryError(
-                f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes, dtype) >> 20} MiB) does not fit in memory"
+                f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes, dtype, value_dim) >> 20} MiB) does not fit in memory"
             ) from e
-        parts = [list(zip(shapes, np.split(each, np.cumsum(sizes)[:-1]), strict=True)) for each in (keys, values)]
+        parts = [list(zip(shapes, np.split(each, np.cumsum(n)[:-1]), strict=True)) for each, n in ((keys, sizes), (values, value_sizes))]
         self.keys = [part.reshape(n_blocks, h, d, BLOCK) for (h, d), part in parts[0]]
-        self.values = [part.reshape(n_blocks, h, BLOCK, d) for (h, d), part in parts[1]]
+        self.values = [part.reshape(n_blocks, h, BLOCK, value_dim or d) for (h, d), part in parts[1]]
         self.is_uniform = len(set(shapes)) == 1
         """Whether all layers have one shape."""
         whole = (len(shapes), *self.keys[0].shape), (len(shapes), *self.values[0].shape)
@@ -85,8 +89,8 @@ class KVPool(BlockTables):
         return NO_STATES
 
     @staticmethod
-    def block_bytes(shapes: list[tuple[int, int]], dtype: type[np.generic] = np.float32) -> int:
-        return sum(2 * h * d * BLOCK * np.dtype(dtype).itemsize for h, d in shapes)
+    def block_bytes(shapes: list[tuple[int, int]], dtype: type[np.generic] = np.float32, value_dim: int = 0) -> int:
+        return sum(h * (d + (value_dim or d)) * BLOCK * np.dtype(dtype).itemsize for h, d in shapes)
 
     def read_block(self, block: int) -> bytes:
         return b"".join(part[block].tobytes() for both in zip(self.keys, self.values, strict=True) for part in both)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ngramspec.backends.cpu.experts import NO_SHARED
+from ngramspec.backends.cpu.experts import NO_SHARED, ONE_GROUP, ExpertGroups
 from ngramspec.backends.cpu.llama_layers import GATE, SILU, LayerHeads
 from ngramspec.models.expert_weights import ExpertWeights
 
@@ -36,6 +36,7 @@ class ExpertsMap:
     """Name of `Experts.correction`."""
     activation: str | tuple[float, float] = SILU
     """See `Kernels.get_gated_activation`."""
+    groups: ExpertGroups = ONE_GROUP
 
 
 class RecurrentNames(NamedTuple):
@@ -58,6 +59,15 @@ class MambaNames(NamedTuple):
     """Logarithm of the negative of `MambaWeights.decay`."""
     step_bias: str
     skip: str
+    norm: str
+
+
+class LatentNames(NamedTuple):
+    """The names of what a layer with latent attention has besides its matrices: see `LatentWeights`."""
+
+    queries: MatrixName | None
+    keys: str
+    query_norm: str | None
     norm: str
 
 
@@ -100,6 +110,7 @@ class LayerWeightMap:
     mamba: MambaNames | None = None
     heads: LayerHeads | None = None
     end: EndNames | None = None
+    latent: LatentNames | None = None
 
     @property
     def keeps_state(self) -> bool:
@@ -124,12 +135,15 @@ def layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
     if experts:
         weights = ExpertWeights(**{**experts["weights"], **{name: tuple(experts["weights"][name]) for name in ("gate_up", "down")}})
         pairs = {name: tuple(experts[name]) for name in ("router", "activation") if isinstance(experts[name], list)}
-        experts = ExpertsMap(**{**experts, **pairs, "weights": weights})
+        experts = ExpertsMap(**{**experts, **pairs, "weights": weights, "groups": ExpertGroups(*experts["groups"])})
     recurrent = RecurrentNames(*found["recurrent"]) if found["recurrent"] else None
     mamba = MambaNames(*found["mamba"]) if found["mamba"] else None
     heads, end = LayerHeads(*found["heads"]) if found["heads"] else None, EndNames(*found["end"]) if found["end"] else None
     if end and end.experts:
         end = end._replace(experts=tuple(end.experts))
+    latent = LatentNames(*found["latent"]) if found["latent"] else None
+    if latent and latent.queries:
+        latent = latent._replace(queries=MatrixName(*latent.queries))
     matrices = [MatrixName(*name) for name in found["matrices"]]
-    parts = {"matrices": matrices, "experts": experts, "recurrent": recurrent, "mamba": mamba, "heads": heads, "end": end}
+    parts = {"matrices": matrices, "experts": experts, "recurrent": recurrent, "mamba": mamba, "heads": heads, "end": end, "latent": latent}
     return LayerWeightMap(**{**found, **parts})

@@ -18,6 +18,7 @@ from ngramspec.backends.cpu.attention import find_attention
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.gated_delta import gather_inputs, run_recurrent
 from ngramspec.backends.cpu.kv_pool import KVPool
+from ngramspec.backends.cpu.latent_attention import describe_latent, make_head_buffers, run_latent
 from ngramspec.backends.cpu.layer_ends import NORMS, run_layer_end
 from ngramspec.backends.cpu.llama_layers import (
     DOWN,
@@ -97,6 +98,8 @@ class _Buffers(NamedTuple):
     pairs: moe.PairBuffers
     gates: np.ndarray
     """[n_rows, heads · D], or [0, 0] without gates; in their place tokens' inputs to layers, [n_rows, L · P, and a quant block]."""
+    heads: tuple[np.ndarray, ...]
+    """Those of latent attention."""
 
 
 class LlamaDecoder:
@@ -126,6 +129,8 @@ class LlamaDecoder:
         self._n_inputs = 0 if inputs is None else len(inputs.norm)
         varied = any(layer.heads or layer.end for layer in layers)
         self._recurrent, more = _describe_varied(layers, inputs, self.hidden) if varied else _describe_recurrent(layers, options)
+        self._latent = describe_latent(layers, options.latent)
+        more += [m for layer in layers if layer.latent for m in (layer.latent.queries, layer.latent.keys) if m is not None]
         self.matrices = [
             *(m for layer in layers for m in layer.matrices), *(m for each in mixed for m in each.matrices), *more, embedding, head,
         ]  # fmt: skip
@@ -235,6 +240,9 @@ class LlamaDecoder:
         run = run_recurrent if self.options.recurrent else run_short_conv if self.options.short_conv else run_mamba2
         if any(layer.keeps_state for layer in self.layers):
             self._functions[MIXER] = find_address(run, 0, 0, self._shared)
+        if self.options.latent:
+            self._functions[MIXER] = find_address(run_latent, 0, 0, self._shared)
+            self._functions[ATTEND] = find_attention(self._model_of[0].keys[0].dtype)
         if any(layer.heads for layer in self.layers):
             self._functions[MIXER] = find_address(run_varied_attention, 0, 0, self._shared)
             self._functions[GATE_ROW] = find_address(copy_heads_row, 0, 0, self._shared)
@@ -243,7 +251,7 @@ class LlamaDecoder:
             self._functions[LAYER_END] = find_address(run_layer_end, 0, 0, self._shared)
         if self.options.gated or self.options.mamba:
             self._functions[GATE_ROW] = find_address(gate_row if self.options.gated else norm_gated_row, 0, 0, self._shared)
-        if not self.options.turns_halves:
+        if not (self.options.turns_halves or self.options.latent):
             self._functions[HEADS] = find_address(turn_heads, 0, 0, self._shared)
         if self.options.layer_norm:
             self._functions[NORM] = find_address(layer_norm_row, self._last_norm, self._last_norm, np.float32(0), self._last_norm)
@@ -272,14 +280,16 @@ class LlamaDecoder:
             which, kv_layers, *of_recurrent = self._recurrent
             recurrent = which, kv_layers, self._buffers.gates, *of_recurrent, pool.states
             work = *self._buffers.arrays, self._buffers.pairs
-            self._model, self._model_of = make_compiled_model(weights, (pool.all_keys, pool.all_values), work, recurrent), of
+            latent = self._latent, self._buffers.heads
+            self._model, self._model_of = make_compiled_model(weights, (pool.all_keys, pool.all_values), work, recurrent, latent), of
         return self._model
 
     def _ensure_buffers(self, n_rows: int) -> None:
         if self._buffers is None or self._buffers.n_rows < n_rows:
             n = max(16, 1 << (n_rows - 1).bit_length())
             n_heads, head_dim = self.options.n_heads, self.options.head_dim
-            inputs = max(sum(m.weight.n_panels for m in each.mixer[:-1]) + _count_gates(each) for each in self.layers)
+            latent = self.options.latent
+            inputs = max(sum(m.weight.n_panels for m in each.inputs) for each in self.layers)
             if any(each.end and each.end.experts for each in self.layers):  # their sum lies there, too
                 inputs = max(inputs, -(-self.hidden // WIDTH))
             dense = [each.mlp[0].weight.n_panels for each in self.layers if each.mlp]
@@ -288,11 +298,13 @@ class LlamaDecoder:
                 return np.zeros((n, *shape), dtype)
 
             inner_size = self.options.mamba.n_inner if self.options.mamba else 0
-            wide, mixed = _round_up(self.hidden), _round_up(max(n_heads * head_dim, inner_size))
+            wide, mixed = _round_up(self.hidden), _round_up(max(n_heads * (latent.value_dim if latent else head_dim), inner_size))
             inner = max(max(dense, default=0) * WIDTH, self._n_inputs)
-            codes = max(wide, mixed)
+            codes = max(wide, mixed, latent.query_rank if latent else 0)
             out = zeros(mixed)
-            heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
+            heads = zeros(n_heads, 0)  # latent attention has its own
+            if latent is None:
+                heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
             arrays = (
                 zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), zeros(2, codes, dtype=np.int8),
                 zeros(2, codes // DEPTH, 4), zeros(inputs * WIDTH),
@@ -302,7 +314,8 @@ class LlamaDecoder:
             layers_of_experts = [each.experts for each in self.layers if each.experts]
             n_gates = n_heads * head_dim if self.options.gated else self._n_inputs and self._n_inputs * len(self.layers) + DEPTH
             gates = zeros(n_gates) if n_gates else np.zeros((0, 0), np.float32)
-            self._buffers = _Buffers(n, arrays, moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)), gates)
+            pairs = moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers))
+            self._buffers = _Buffers(n, arrays, pairs, gates, make_head_buffers(latent, n_heads, n))
 
     def _ensure_angles(self, n_positions: int) -> None:
         while (n := self._angles_so_far[0].shape[1]) < n_positions:
@@ -327,23 +340,19 @@ def count_parts(n_layers: int) -> int:
     return PARTS * n_layers + 4
 
 
-def _count_gates(layer: LayerWeights) -> int:
-    """Return the panels of what a recurrent layer has besides three matrices of inputs."""
-    return layer.recurrent.decay_gate.weight.n_panels if layer.recurrent else 0
-
-
 def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) -> tuple[tuple[np.ndarray, ...], list[Matrix]]:
     """Return what `gated_delta`, `short_conv` or `mamba2` reads of the layers with a state, R of L, and matrices that are not among a
     layer's seven.
 
-    The arrays: number among the layers with a state [L], -1 for others; number among the layers with attention [L]; options [5]; fields of
-    the fourth matrix of inputs [R, MATRIX]; convolutions by groups of channels [R, groups, taps, inputs], for Mamba-2 a bias after the
-    taps; decays and their biases [R, 2, heads], for Mamba-2 rates [R, 5, heads]; norms [R, V].
+    The arrays: number among the layers with a state, or with latent attention [L], -1 for others; number among the layers with attention
+    [L]; options [5]; fields of the fourth matrix of inputs [R, MATRIX]; convolutions by groups of channels [R, groups, taps, inputs], for
+    Mamba-2 a bias after the taps; decays and their biases [R, 2, heads], for Mamba-2 rates [R, 5, heads]; norms [R, V].
     """
     found = [layer.recurrent for layer in layers if layer.recurrent]
     options, keeps_state = of_model.recurrent, [layer.keeps_state for layer in layers]
     attends = [bool(layer.mixer) and not layer.keeps_state for layer in layers]
-    which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (keeps_state, attends))
+    mixed_apart = attends if of_model.latent else keeps_state
+    which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (mixed_apart, attends))
     numbers = of_model.mamba.numbers if of_model.mamba else np.array(options or (0,) * len(RecurrentOptions._fields), np.int64)
     more = [each.decay_gate for each in found]
 

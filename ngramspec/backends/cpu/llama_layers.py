@@ -188,6 +188,33 @@ class LayerInputs(NamedTuple):
     """Those of the table, of the projection, and of their sum."""
 
 
+class LatentWeights(NamedTuple):
+    """What a layer with latent attention (`latent_attention`) has besides four matrices."""
+
+    queries: Matrix | None
+    """[heads · (plain + turned), query rank]: of queries, of what the layer's first matrix gives; None: that gives queries."""
+    keys: Matrix
+    """[heads, rank, plain]: of every head, from the part of its query that is not turned to what a latent row is multiplied by."""
+    query_norm: np.ndarray | None
+    """[query rank], if there is such a matrix."""
+    norm: np.ndarray
+    """[rank]: of latent rows."""
+
+
+class LatentOptions(NamedTuple):
+    rank: int
+    """Numbers of a token's latent row, of which the keys and values of all heads are made."""
+    plain: int
+    """Numbers of a head's query that meet its key, without rotary embedding."""
+    turned: int
+    """Further numbers of a query, which a rotary embedding turns, and which meet numbers that all heads' keys have in common."""
+    value_dim: int
+    query_rank: int
+    """Numbers of the row that queries are made of; 0: they are made of hidden states."""
+    eps: float
+    """Added to the mean square in the norms of these rows."""
+
+
 class LayerWeights(NamedTuple):
     matrices: tuple[Matrix, ...]
     """Q to DOWN; those from GATE on are the MLP's, or the shared expert's, or missing if there is none. GATE may be missing alone; a
@@ -195,7 +222,8 @@ class LayerWeights(NamedTuple):
 
     A recurrent layer has the matrices of its convolution's input, of z and of b in place of Q, K and V; one with a short convolution
     those of B, C and x (`short_conv`), one with Mamba-2 those of z, of its convolution's input and of dt. One with `heads` may lack V, or K
-    and V.
+    and V. Latent attention has the matrices of queries or of the row that they are made of, of latent row and common part of keys, and of
+    values: [heads, V, rank].
     """
     norms: tuple[np.ndarray, np.ndarray] | None
     """[H] each, before attention and before the MLP; with the biases of a LayerNorm [2 · H]."""
@@ -216,6 +244,7 @@ class LayerWeights(NamedTuple):
     mamba: MambaWeights | None = None
     heads: LayerHeads | None = None
     end: LayerEnd | None = None
+    latent: LatentWeights | None = None
 
     @property
     def mixer(self) -> tuple[Matrix, ...]:
@@ -227,6 +256,12 @@ class LayerWeights(NamedTuple):
     @property
     def mlp(self) -> tuple[Matrix, ...]:
         return self.matrices[len(self.mixer) :]
+
+    @property
+    def inputs(self) -> tuple[Matrix, ...]:
+        """Return the matrices that normed hidden states are multiplied by, but for the MLP's."""
+        more = (self.recurrent.decay_gate,) if self.recurrent else ()
+        return (*self.mixer[: -1 - (self.latent is not None)], *more)
 
     @property
     def keeps_state(self) -> bool:
@@ -280,6 +315,8 @@ class ModelOptions(NamedTuple):
     """What the layers with a short convolution have in common, if there are any."""
     mamba: MambaOptions | None = None
     """What the layers with Mamba-2 have in common, if there are any."""
+    latent: LatentOptions | None = None
+    """What all layers have in common if their attention is latent: `head_dim` is `rank + turned`, and there is one head of keys."""
 
     @property
     def numbers(self) -> np.ndarray:

@@ -55,9 +55,10 @@ from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
 # Indices of a model's functions, which are addresses; 0 for one that it does not need, or HEADS and NORM that the pass computes itself.
+# MIXER computes layers without keys and values of one size for every head: recurrent ones, and latent attention.
 QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM, MIXER, GATE_ROW, ATTEND, LAYER_END, UNPACK_INPUTS = range(12)
 FUNCTIONS = 12
-PARTS = 17  # Most parts of one layer's pass.
+PARTS = 22  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
 
 
@@ -73,7 +74,7 @@ class CompiledModel(structref.StructRefProxy):
     """
 
 
-structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work", "recurrent"])
+structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work", "recurrent", "latent"])
 
 
 @structref.register
@@ -431,37 +432,37 @@ def run_thread(thread, shared):
         gates = functions[GATE_ROW] != 0
         if mixes and (quantise or gates):
             while True:
-                i = take_piece(state, part + 4, pieces)
+                i = take_piece(state, part + 9, pieces)
                 if i >= pieces:
                     break
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                     if gates:
                         call_compiled(functions[GATE_ROW], (r, layer, shared))
                     quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
-                finish_piece(state, part + 4)
-            wait_for_pieces(state, part + 4, pieces)
+                finish_piece(state, part + 9)
+            wait_for_pieces(state, part + 9, pieces)
         if mixes:
-            run_product_part(state, part + 5, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
+            run_product_part(state, part + 10, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
         has_experts, has_mlp = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0, m[DOWN, PANELS] > 0
         if mixes and (has_experts or has_mlp):
             while True:
-                i = take_piece(state, part + 6, pieces)
+                i = take_piece(state, part + 11, pieces)
                 if i >= pieces:
                     break
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                     add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
                     i_norm = np.int64(-1) if form[PARALLEL] else 2 * layer + 1
                     _norm_and_quantise_row(x[r], norms, i_norm, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
-                finish_piece(state, part + 6)
-            wait_for_pieces(state, part + 6, pieces)
+                finish_piece(state, part + 11)
+            wait_for_pieces(state, part + 11, pieces)
         if has_mlp:
             first_matrix = GATE if m[GATE, PANELS] else UP
-            _run_mlp_part(state, part + 7, threads, m[first_matrix : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)
-            run_product_part(state, part + 8, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
+            _run_mlp_part(state, part + 12, threads, m[first_matrix : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)
+            run_product_part(state, part + 13, threads, m[DOWN : DOWN + 1], one, tables, n_rows, middle_rows, delta)
         if functions[LAYER_END]:
-            call_compiled(functions[LAYER_END], (part + 9, layer, shared))
+            call_compiled(functions[LAYER_END], (part + 14, layer, shared))
         elif has_experts:
-            call_compiled(functions[EXPERTS], (part + 9, layer, shared))
+            call_compiled(functions[EXPERTS], (part + 14, layer, shared))
         part += PARTS
     n_wanted, n_kept = wanted.shape[0], states.shape[0]
     while True:

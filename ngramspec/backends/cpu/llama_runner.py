@@ -116,9 +116,11 @@ def resolve_precision(precision: str, kv_dtype: str, quantised: bool) -> tuple[s
 
 def make_pool(
     shapes: list[tuple[int, int]], kv_dtype: str, kv_bytes: int, max_seqs: int, max_len: int, max_blocks: int | None,
-    state_shape: StateShape | None = None,
+    state_shape: StateShape | None = None, value_dim: int = 0,
 ) -> KVPool:  # fmt: skip
     """Make the largest pool that `kv_bytes` allow and the sequences need. Raises OutOfMemoryError if not even one text fits.
+
+    `value_dim`: see `KVPool`; such a model has no recurrent layers.
 
     States of recurrent layers take up to half of `kv_bytes`: for every sequence its own and one that becomes a snapshot, and up to
     SNAPSHOTS snapshots. Where these do not fit, fewer sequences run at a time.
@@ -134,13 +136,13 @@ def make_pool(
             log.info("%d sequences at a time: states of recurrent layers take %d MiB for each", most, 2 * size >> 20)
             max_seqs = most
         kv_bytes -= size * (2 * max_seqs + n_snapshots)
-    block_bytes = KVPool.block_bytes(shapes, dtype)
+    block_bytes = KVPool.block_bytes(shapes, dtype, value_dim)
     n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
     if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
         raise OutOfMemoryError(f"kv_memory of {kv_bytes} bytes holds {n_blocks * BLOCK} tokens; one block of {BLOCK} takes {block_bytes}")
     if state_shape is not None:
         return RecurrentPool(shapes, n_blocks, max_seqs, max_len, dtype, state_shape, n_snapshots)
-    return KVPool(shapes, n_blocks, max_seqs, max_len, dtype)
+    return KVPool(shapes, n_blocks, max_seqs, max_len, dtype, value_dim)
 
 
 def collect_policies(matrices: Iterable[Matrix]) -> dict[tuple[int, int], PackedPolicy]:
@@ -198,7 +200,7 @@ class LlamaRunner(Runner):
         self.vocab_size = self.decoder.vocab_size
         self.policies = collect_policies(self.decoder.matrices)
         self.has_experts = weight_map.has_experts
-        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None, weight_map.state_shape)
+        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None, weight_map.state_shape, weight_map.value_dim)
         self.note_states()
         wait_for_code()
         self.prove()

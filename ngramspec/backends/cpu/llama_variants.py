@@ -41,7 +41,7 @@ def layer_norm_row(x, weight, eps, out):
 
 
 @njit(cache=True, nogil=True)
-def _rotate_heads(x, head_dim, cos, sin, n_rotated, interleaved):
+def rotate_heads(x, head_dim, cos, sin, n_rotated, interleaved):
     """Rotate the first numbers of every head of x [n · D] in place, in pairs side by side or in halves, by cos and sin [n_rotated / 2]."""
     half = n_rotated // 2
     first, second, step = (0, 1, 2) if interleaved else (0, half, 1)
@@ -97,6 +97,6 @@ def turn_heads(r, layer, shared):
         elif head_norms.shape[0] and not form[LATE_NORMS]:
             norm_heads(heads, head_norms[2 * layer + i], numbers[EPS])
         if which >= 0:
-            _rotate_heads(heads, head_dim, cos[which, at], sin[which, at], form[N_ROTATED], form[INTERLEAVED])
+            rotate_heads(heads, head_dim, cos[which, at], sin[which, at], form[N_ROTATED], form[INTERLEAVED])
         if head_norms.shape[0] and form[LATE_NORMS]:
             norm_heads(heads, head_norms[2 * layer + i], numbers[EPS])

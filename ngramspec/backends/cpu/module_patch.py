@@ -18,16 +18,33 @@ from transformers.pytorch_utils import Conv1D
 
 from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter, find_router_options
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
-from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix
+from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, unpack_rows
 from ngramspec.backends.cpu.packing import pack
 from ngramspec.models.expert_routing import CORRECTION, find_activation
 from ngramspec.models.expert_weights import ExpertWeights
+from ngramspec.models.latent_weights import BOTH, KEYS, VALUES, join_arrays, list_latent_attention
 from ngramspec.models.parameters import MemoryTensor
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
 # Linear layers that see the same input and are multiplied as one.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 TELL_S = 0.3  # Seconds between two progress messages.
+
+
+class PackedHeads(nn.Module):
+    """A linear layer that makes keys and values [1, T, heads · (K + V)] of latent rows [1, T, rank] with the matrices of single heads.
+
+    It unpacks them whenever it is called, which checks alone do.
+    """
+
+    def __init__(self, context: MatmulContext, keys: Matrix, values: Matrix, n_heads: int) -> None:
+        super().__init__()
+        self._context, self._matrices, self._n_heads = context, (keys, values), n_heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernels, n = self._context.kernels, self._n_heads
+        keys, values = (unpack_rows(kernels, m.weight, np.arange(m.weight.n_out)).reshape(n, -1, m.weight.n_in) for m in self._matrices)
+        return nn.functional.linear(x, torch.from_numpy(join_arrays(keys, values)))
 
 
 class ModulePatcher:
@@ -48,6 +65,8 @@ class ModulePatcher:
     def bind(self) -> None:
         """Replace the modules. Raises UnsupportedModelError, ModelNotFoundError, MemoryError."""
         embedding = self.model.get_input_embeddings()
+        for path, attention in list_latent_attention(self.model):
+            self._pack_heads(path, attention)
         for path, parent in list(self.model.named_modules()):
             children = dict(parent.named_children())
             at = f"{path}." if path else ""
@@ -71,6 +90,13 @@ class ModulePatcher:
                 if parameter is not None and (parameter.is_meta or parameter.dtype != torch.float32):
                     values = self.source[f"{path}.{name}" if path else name].float32()
                     module._parameters[name] = nn.Parameter(torch.from_numpy(values.copy()), requires_grad=False)
+
+    def _pack_heads(self, path: str, attention: nn.Module) -> None:
+        """Pack the matrices of the heads of latent attention."""
+        for name in (KEYS, VALUES):
+            self.matrices[f"{path}.{name}"] = self._pack_matrix(self.source[f"{path}.{name}.weight"], None, transposed=False)
+        keys, values = (self.matrices[f"{path}.{name}"] for name in (KEYS, VALUES))
+        setattr(attention, BOTH, PackedHeads(self.context, keys, values, attention.num_heads))  # type: ignore[arg-type]
 
     def _pack_experts(self, path: str, module: nn.Module) -> PackedExperts | None:
         """Pack the experts of one layer; None if the module holds none, or computes something else."""

@@ -29,11 +29,11 @@ from ngramspec.backends.cpu.matmul import MatmulContext
 from ngramspec.backends.cpu.module_patch import ModulePatcher
 from ngramspec.backends.cpu.weight_map_reader import read_weight_map
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.models import latent_weights
 from ngramspec.models import masks as model_attention
 from ngramspec.models.long_rope import fix_angles
 from ngramspec.models.parameters import make_params_source
 from ngramspec.models.reference import (
-    ATTENTION,
     TEXT,
     CheckText,
     Reference,
@@ -46,6 +46,7 @@ from ngramspec.models.reference import (
     prepend_mates,
     select_rows,
     set_attention,
+    set_own_attention,
     texts_to_compare,
     trace,
 )
@@ -92,10 +93,11 @@ class CpuRunner(LlamaRunner):
         self._states: np.ndarray | None = None  # of the last pass, where they are kept
         self._keep_states = False
         self._hook: RemovableHandle | None = None
-        check_supported(model, recurrent=CPU_RECURRENT_MODULES)
+        check_supported(model, recurrent=CPU_RECURRENT_MODULES, latent=True)
+        latent_weights.check_sizes(model)
         suitable_lengths = fix_angles(model, longest or max_len)
         in_memory = not any(p.is_meta for p in model.parameters())
-        source = source or make_params_source(model)
+        source = latent_weights.add_heads(source or make_params_source(model), model)
         if in_memory and {p.dtype for p in model.parameters()} != {torch.float32}:
             found = sorted(str(p.dtype) for p in model.parameters())[0]
             raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
@@ -118,7 +120,8 @@ class CpuRunner(LlamaRunner):
                 expected = [self._trace_reference(texts[0], kinds)]
             fused_ops.replace_small_operations(model)
             set_attention(model, model_attention.NAME)
-            self.shapes = kv_shapes(model, torch.device("cpu"))
+            attentions = [attention for _, attention in latent_weights.list_latent_attention(model)]
+            self.shapes = [(1, each.kv_lora_rank + each.qk_rope_head_dim) for each in attentions] or kv_shapes(model, torch.device("cpu"))
             self.weight_map = read_weight_map(model, source, self.shapes)
         if self.weight_map is not None:
             self.weight_map = replace(self.weight_map, suitable_lengths=suitable_lengths)
@@ -126,13 +129,16 @@ class CpuRunner(LlamaRunner):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: its recurrent layers have the form of neither Qwen3.5, LFM2, Granite 4 nor Nemotron-H"
             )
+        if self.weight_map is None and attentions:
+            raise UnsupportedModelError(f"{type(model).__name__}: its layers with latent attention have another form than DeepSeek's")
         self.policies = collect_policies(binder.matrices.values())
         self.has_experts = bool(binder.experts)
         state_shape = self.weight_map.state_shape if self.weight_map else None
+        value_dim = self.weight_map.value_dim if self.weight_map else 0
         self._kv_layers = find_key_layers(model)
         if not has_recurrent_layers(model):
             self.shapes = [shape for i, shape in enumerate(self.shapes) if self._kv_layers.index(self._kv_layers[i]) == i]
-        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks, state_shape)
+        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks, state_shape, value_dim)
         self.note_states()
         progress("checking against transformers, and exactness (the first start compiles its kernels)")
         with torch.inference_mode():
@@ -158,7 +164,7 @@ class CpuRunner(LlamaRunner):
     def _trace_reference(self, text: CheckText, kinds: list[int]) -> tuple[CheckText, Trace]:
         """Trace what transformers' modules compute of a text: all layers near position 0, elsewhere one of each kind."""
         whole = text.start == 0 and len(text.ids) <= TEXT
-        set_attention(self.model, ATTENTION[self.kv_dtype])
+        set_own_attention(self.model, self.kv_dtype)
         layers = range(len(layers_of(self.model))) if whole else kinds
         return text, trace(self.model, torch.from_numpy(text.ids).long(), text.positions, layers)
 
@@ -178,10 +184,11 @@ class CpuRunner(LlamaRunner):
         """
         tolerance = HALVES if self.kv_dtype == "float16" else TOLERANCE
         if self.decoder is not None:
+            decoder_alone = self.decoder.options.latent is not None
             error = max(self._decoder_error(self.decoder, text, wanted, source) for text, wanted in expected)
             if error < tolerance:
                 return
-            if self.is_recurrent:  # modules would have to keep states
+            if self.is_recurrent or decoder_alone:  # modules would have to keep states, or keys and values of all heads
                 raise self.mismatch(error)
             self.decoder, self.weight_map = None, None
         for text, wanted in expected:
@@ -237,7 +244,14 @@ class CpuRunner(LlamaRunner):
         logits = logits + torch.from_numpy(source[bias].float32()) if bias else logits
         if experts.correction is not None:
             logits = logits.sigmoid() + torch.from_numpy(source[experts.correction].float32())
-        return find_sure_rows(logits, experts.top_k)
+        if (groups := experts.groups).n_groups == 1:
+            return find_sure_rows(logits, experts.top_k)
+        scores = logits if experts.correction is not None else logits.softmax(-1)
+        of_groups = scores.view(len(scores), groups.n_groups, -1)
+        sums = of_groups.topk(1 + groups.pairs, dim=-1).values.sum(-1)
+        chosen = sums.topk(groups.top_groups, dim=-1).indices
+        within = of_groups.gather(1, chosen[..., None].expand(-1, -1, of_groups.shape[-1])).flatten(1)
+        return find_sure_rows(within, experts.top_k, (sums, groups.top_groups))
 
     def _modules_error(self, text: CheckText, wanted: Trace) -> float:
         """Return the difference of the modules' layers and their parts, each given the input that transformers' was given."""

@@ -21,6 +21,7 @@ from ngramspec.backends.cpu.layer_weight_map import (
     EndNames,
     ExpertsMap,
     InputNames,
+    LatentNames,
     LayerWeightMap,
     MambaNames,
     MatrixName,
@@ -31,6 +32,8 @@ from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import (
     NO_ROTARY,
     ExpertNorms,
+    LatentOptions,
+    LatentWeights,
     LayerEnd,
     LayerInputs,
     LayerWeights,
@@ -114,6 +117,8 @@ class WeightMap:
             options = options._replace(short_conv=ShortConvOptions(*options.short_conv))
         if options.mamba is not None:
             options = options._replace(mamba=MambaOptions(*options.mamba))
+        if options.latent is not None:
+            options = options._replace(latent=LatentOptions(*options.latent))
         inputs = None
         if found["inputs"]:
             table, projection, norm, (of_table, of_projection, of_sum) = found["inputs"]
@@ -158,8 +163,13 @@ class WeightMap:
                 sizes = self._check_mamba(layer.mamba, wanted)
                 n_mixed = sizes[0]
             shapes = (*((n_out, hidden) for n_out in sizes), (hidden, n_mixed))
-            for matrix, of_matrix in zip(mixer, shapes, strict=bool(mixer) or layer.keeps_state):
-                want(matrix, *of_matrix)
+            if (layer.latent is not None) != (self.options.latent is not None):
+                raise ValueError("latent attention in some layers only, or without its options")
+            if layer.latent is not None:
+                self._check_latent(layer, wanted, want, hidden)
+            else:
+                for matrix, of_matrix in zip(mixer, shapes, strict=bool(mixer) or layer.keeps_state):
+                    want(matrix, *of_matrix)
             if mlp:
                 if len(mlp) not in (2, 3):
                     raise ValueError(f"an MLP of {len(mlp)} matrices")
@@ -277,6 +287,30 @@ class WeightMap:
         ]  # fmt: skip
         return options.n_inner, n_channels, options.n_heads
 
+    def _check_latent(
+        self, layer: LayerWeightMap, wanted: list[tuple[str | None, tuple[int, ...]]], want: Callable[[MatrixName, int, int], None],
+        hidden: int,
+    ) -> None:  # fmt: skip
+        """Add what the weights of a layer with latent attention must be to `wanted`. Raises ValueError."""
+        options, names, n_heads = self.options.latent, layer.latent, self.options.n_heads
+        assert options is not None
+        assert names is not None
+        rank, plain, turned, value_dim, query_rank, _ = options
+        fits = min(options[:4]) > 0 and not (rank % DEPTH or plain % DEPTH or query_rank % DEPTH or value_dim % WIDTH or turned % 2)
+        fits = fits and self.n_kv == 1 and self.options.head_dim == rank + turned and self.options.n_rotated == turned
+        if not fits or layer.rotary == NO_ROTARY or (query_rank > 0) != (names.queries is not None) or not layer.mixer:
+            raise ValueError(f"latent attention {options} of {n_heads} heads")
+        n_queries = n_heads * (plain + turned)
+        want(layer.matrices[0], query_rank or n_queries, hidden)
+        want(layer.matrices[1], rank + turned, hidden)
+        want(layer.matrices[3], hidden, n_heads * value_dim)
+        if names.queries is not None:
+            want(names.queries, n_queries, query_rank)
+        wanted += [
+            (layer.matrices[2].weight, (n_heads, value_dim, rank)), (names.keys, (n_heads, rank, plain)), (names.norm, (rank,)),
+            (names.query_norm, (query_rank,)),
+        ]  # fmt: skip
+
     @property
     def has_experts(self) -> bool:
         return any(layer.experts for layer in self.layers)
@@ -286,6 +320,11 @@ class WeightMap:
         if self.layers[0].heads is not None:
             return [layer.heads[:2] for layer in self.layers if layer.heads is not None and layer.heads.owner < 0]
         return [(self.n_kv, self.options.head_dim)] * sum(layer.attends for layer in self.layers)
+
+    @property
+    def value_dim(self) -> int:
+        """Return the numbers of a value; 0: as many as a key has."""
+        return self.options.latent.rank if self.options.latent else 0
 
     @property
     def state_shape(self) -> StateShape | None:
@@ -351,6 +390,7 @@ class WeightMap:
             return Experts(
                 (gate, up, down, last), router.shape[0], found.top_k, found.scoring, found.normalise, found.scale,
                 source[found.correction].float32() if found.correction else None, found.shared, found.activation,
+                found.groups,
             )  # fmt: skip
 
         matrix = matrix or of
@@ -391,6 +431,11 @@ class WeightMap:
         def make_inputs(names: InputNames) -> LayerInputs:
             return LayerInputs(matrix(names.table, None), matrix(names.projection, None), norm(names.norm), names.factors)
 
+        def make_latent(names: LatentNames) -> LatentWeights:
+            query_norm = source[names.query_norm].float32() if names.query_norm else None
+            queries = select(names.queries) if names.queries else None
+            return LatentWeights(queries, matrix(names.keys, None), query_norm, source[names.norm].float32())
+
         layers = [
             LayerWeights(
                 tuple(select(name) for name in layer.matrices),
@@ -406,6 +451,7 @@ class WeightMap:
                 make_mamba(layer.mamba) if layer.mamba else None,
                 layer.heads,
                 make_end(layer.end) if layer.end else None,
+                make_latent(layer.latent) if layer.latent else None,
             )
             for layer in self.layers
         ]
@@ -420,7 +466,10 @@ def _name_bias(norm: str) -> str:
 
 def _list_expert_shapes(found: ExpertsMap, source: TensorSource, hidden: int) -> list[tuple[str | None, tuple[int, ...]]]:
     """List the names of a layer's experts' weights and the shapes that they must have. Raises ValueError, KeyError."""
-    n_experts = source[found.weights.gate_up[0]].shape[0]
+    n_experts, (n_groups, top_groups, pairs) = source[found.weights.gate_up[0]].shape[0], found.groups
+    size = n_experts // max(1, n_groups)
+    if not 0 < top_groups <= n_groups or n_experts % n_groups or top_groups * size < found.top_k or size < 1 + pairs:
+        raise ValueError(f"{found.top_k} experts of {top_groups} of {n_groups} groups, of {n_experts} experts")
     if not 0 < found.top_k <= n_experts or (found.shared_gate is None) == (found.shared == SHARED_BY_GATE):
         raise ValueError(f"{found.top_k} of {n_experts} experts, or a shared one without its gate")
     shapes = found.weights.list_shapes(source, hidden)

@@ -21,6 +21,7 @@ from ngramspec.backends.cpu import fused_ops
 from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
+from ngramspec.backends.cpu.latent_map import map_latent_layer, read_latent_options
 from ngramspec.backends.cpu.layer_weight_map import ExpertsMap, LayerWeightMap, MambaNames, MatrixName, RecurrentNames
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, MambaOptions, ModelOptions, RecurrentOptions, ShortConvOptions
@@ -28,6 +29,7 @@ from ngramspec.backends.cpu.varied_layers_reader import has_varied_heads, map_va
 from ngramspec.backends.cpu.weight_map import QueryScale, Rotary, WeightMap
 from ngramspec.models.expert_routing import CORRECTION
 from ngramspec.models.hf_modules import get_layer_norm
+from ngramspec.models.latent_weights import BOTH, list_latent_attention
 from ngramspec.models.tensor_source import TensorSource
 
 ROUNDING = 1e-3  # Largest difference of an angle's cosine or sine: an angle of many turns is rounded when it is multiplied.
@@ -80,7 +82,8 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
             for layer, of_layer in zip(layers, of_layers, strict=True)
         ]
     )
-    norms = {described for m in model.modules() if (described := _describe_norm(m))}
+    of_latent = {norm for _, attention in list_latent_attention(model) for norm in attention.children()}
+    norms = {described for m in model.modules() if m not in of_latent and (described := _describe_norm(m))}
     if not all(found) or len(norms) != 1 or rotaries is None or options is None:
         return None
     tied = embedding.matrix is head.product.matrices[0]
@@ -135,7 +138,8 @@ def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary]
         for first in (0, 1000):
             theirs = module(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None], *([kind] if kind else []))
             ours = found[kind].angles(first, 24)
-            for t, o in zip((t[0].float().numpy() for t in theirs), ours, strict=True):
+            both = (theirs.real, theirs.imag) if isinstance(theirs, torch.Tensor) else theirs  # DeepSeek-V2 has complex numbers
+            for t, o in zip((t[0].float().numpy() for t in both), ours, strict=True):
                 pairs = o[:, : len(frequencies)]  # gpt-oss has one of each, others two in one order or the other
                 if not any(t.shape == each.shape and np.abs(t - each).max() <= ROUNDING for each in (pairs, o, pairs.repeat(2, axis=1))):
                     return None
@@ -188,24 +192,27 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     if has_varied_heads(base.layers[0]):
         n_rotated, n_heads = {head_dim}, outputs[0].in_features // attentions[0].head_dim
     differs = any(len(each) != 1 for each in (activations, alike, gated, n_rotated))
-    states = recurrent, convs, mambas
+    latents = {read_latent_options(attention) for _, attention in list_latent_attention(model)}
+    states = recurrent, convs, mambas, latents
     if differs or any(None in each or len(each) > 1 for each in states) or rotaries is None or norm is None:
         return None
     if any(np.float32(mixer.norm.variance_epsilon) != np.float32(norm.eps) for mixer in mixers):
         return None
     scale, softcap, residual_scale = alike.pop()
     return ModelOptions(
-        n_heads=n_heads, head_dim=head_dim, eps=norm.eps, scale=scale,
+        n_heads=attentions[0].num_heads if latents else n_heads, head_dim=head_dim, eps=norm.eps, scale=scale,
         activation=activations.pop(), softcap=softcap, residual_scale=residual_scale,
         embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", 1)),
         logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),
-        n_rotated=n_rotated.pop() % head_dim, interleaved=_is_interleaved(model, rotaries, head_dim), layer_norm=norm.subtracts_mean,
+        n_rotated=n_rotated.pop() % head_dim,
+        interleaved=bool(getattr(config, "rope_interleave", True)) if latents else _is_interleaved(model, rotaries, head_dim),
+        layer_norm=norm.subtracts_mean,
         late_norms=hasattr(attentions[0], _LATE_NORMS[0]),
         parallel=not any(hasattr(base.layers[0], name) for name in (*_SECOND_NORMS, _MIXER)),
         centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0][0], None)),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0), gated=gated.pop(),
         recurrent=recurrent.pop() if recurrent else None, short_conv=convs.pop() if convs else None,
-        mamba=mambas.pop() if mambas else None,
+        mamba=mambas.pop() if mambas else None, latent=latents.pop() if latents else None,
     )  # fmt: skip
 
 
@@ -227,9 +234,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         mixed, dense = replace(mixed, shared=moe.SHARED_FULLY), _BESIDE_EXPERTS
     of_norms = {name: child for name, child in children.items() if name not in ("self_attn", mlp)}
     norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*(pairs[0] or ()), *(pairs[1] or ())}), None)
-    if norms is None or not all(_describe_norm(norm) for norm in of_norms.values()):
-        return None
-    if mixed is None and not mlp:
+    if norms is None or not all(_describe_norm(norm) for norm in of_norms.values()) or (mixed is None and not mlp):
         return None
     if recurrence is not None:
         return _map_recurrent_layer(layer, path, names, recurrence, dense, mixed, norms)
@@ -237,6 +242,9 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         return _map_conv_layer(layer, path, names, conv, dense, mixed, norms)
     if mamba is not None:
         return _map_mamba_layer(layer, path, names, mamba, dense, mixed, norms)
+    if hasattr(attn, BOTH):
+        of_mlp = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
+        return map_latent_layer(layer, path, names, of_mlp, mixed, norms, rotary)
     parts = dict(attn.named_children()) if attn is not None else {}
     head_names = next((pair for pair in (*_HEAD_NORMS, _LATE_NORMS) if pair[0] in parts), _HEAD_NORMS[0])
     heads: list[Any] = [parts.pop(name, None) for name in head_names]
@@ -482,7 +490,7 @@ def _map_experts(block: nn.Module, path: str, names: _Names) -> ExpertsMap | Non
         scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
         shared=moe.SHARED_FULLY if beside is not None else moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
         shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, activation=experts.experts.activation,
-        correction=correction,
+        correction=correction, groups=moe.ExpertGroups(*router.options[moe.N_GROUPS :].tolist()),
     )  # fmt: skip
 
 

@@ -34,6 +34,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "deepseek_v2": {
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 48,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    },
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3, "residual_multiplier": 0.5},
 }
 
@@ -56,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_the_greatest_logits_win_and_equal_ones_by_lowest_id(logits: np.ndarray, share: float, normalise: bool, sigmoid: bool) -> None:
     n = len(logits)
     k = max(1, int(n * share))
-    options = np.array([n, k, moe.SIGMOID if sigmoid else moe.SOFTMAX, normalise, moe.NO_SHARED], np.int64)
+    options = np.array([n, k, moe.SIGMOID if sigmoid else moe.SOFTMAX, normalise, moe.NO_SHARED, *moe.ONE_GROUP], np.int64)
     ids, weights = np.full(k, -1, np.int32), np.zeros(k + 1, np.float32)
     moe.choose_experts(logits, np.zeros(0, np.float32), options, np.float32(1), ids, weights)
     assert len(set(ids.tolist())) == k
@@ -70,6 +82,27 @@ def test_the_greatest_logits_win_and_equal_ones_by_lowest_id(logits: np.ndarray,
     shares = 1 / (1 + np.exp(-wide)) if sigmoid else np.exp(wide - wide.max())
     total = shares[expected].sum() if normalise else (1.0 if sigmoid else shares.sum())
     np.testing.assert_allclose(weights[:k], shares[expected] / total, rtol=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    logits=arrays.arrays(np.float32, 12, elements=st.sampled_from([-3.0, -0.5, 0.0, 0.25, 2.0, 2.5])),
+    n_groups=st.sampled_from([2, 3, 4, 6]), top_groups=st.integers(1, 3), pairs=st.booleans(), corrected=st.booleans(),
+)  # fmt: skip
+def test_experts_are_chosen_in_the_best_groups(logits: np.ndarray, n_groups: int, top_groups: int, pairs: bool, corrected: bool) -> None:
+    size, top_groups = 12 // n_groups, min(top_groups, n_groups)
+    k = min(3, top_groups * size)
+    correction = np.float32(0.125) * (np.arange(12, dtype=np.float32) % 5) if corrected else np.zeros(0, np.float32)
+    groups = moe.ExpertGroups(n_groups, top_groups, pairs)
+    options = np.array([12, k, moe.SIGMOID if corrected else moe.SOFTMAX, True, moe.NO_SHARED, *groups], np.int64)
+    ids, weights = np.full(k, -1, np.int32), np.zeros(k + 1, np.float32)
+    moe.choose_experts(logits, correction, options, np.float32(1), ids, weights)
+    wide = logits.astype(np.float64)
+    scores = 1 / (1 + np.exp(-wide)) + correction if corrected else np.exp(wide - wide.max())
+    best = np.sort(scores.reshape(n_groups, size), axis=1)[:, -1 - pairs :].sum(axis=1)
+    chosen = np.argsort(-best.round(6), kind="stable")[:top_groups]
+    allowed = np.repeat(np.isin(np.arange(n_groups), chosen), size)
+    assert ids.tolist() == np.argsort(np.where(allowed, -scores.round(6), np.inf), kind="stable")[:k].tolist()
 
 
 def tensor(values: np.ndarray) -> MemoryTensor:
@@ -128,14 +161,14 @@ def test_text_is_that_of_transformers(family: str, folder: Callable[[str], Path]
         assert [c.token_ids for c in engine.complete(asked, sampled)] == alone
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
 def test_experts_in_8_bit_blocks_have_the_same_bits_for_any_rows_and_threads(family: str, folder: Callable[[str], Path]) -> None:
     opened = open_model(str(folder(family)))
     source = to_q8_source(opened.source)
     runner = CpuRunner(opened.model, source, **OPTIONS)
     assert (runner.precision, runner.exactness) == ("int8", "bitwise")
     assert runner.decoder is not None
-    router = runner.weight_map.layers[0].experts.router[0]  # type: ignore[union-attr]
+    router = runner.weight_map.layers[-1].experts.router[0]  # type: ignore[union-attr]
     assert source[router].kind == "F32"
     tokens = (np.arange(70) * 37 % 250).astype(np.int32)
     assert runner.pool.reserve(0, 70)
