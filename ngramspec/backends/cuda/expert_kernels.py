@@ -318,7 +318,7 @@ def sort_pairs(ids: torch.Tensor, n_experts: int) -> SortedPairs:
     n_pairs = ids.numel()
     assert ids.is_contiguous()
     order = torch.empty(n_pairs, dtype=torch.int32, device=ids.device)
-    counts = torch.zeros(n_experts, dtype=torch.int32, device=ids.device)
+    counts = (torch.empty if n_pairs else torch.zeros)(n_experts, dtype=torch.int32, device=ids.device)
     if n_pairs:
         chunk = min(1024, max(32, triton.next_power_of_2(n_pairs)))
         _sort_pairs[(n_experts,)](ids, order, counts, n_pairs, CHUNK=chunk, num_warps=min(4, chunk // 32), **overlap_options(ids.device))
@@ -368,19 +368,19 @@ class PairProduct:
         return choose_tile(rows, self.n_out, self.weight.itemsize, n_active, 1, self.n_sms, self._shared)
 
 
-def activate_clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """Compute [P, F] of both [P, 2F], in which gates and ups take turns: (up + 1) · gate · sigmoid(alpha · gate), rounded once.
+def activate_clamped(both: torch.Tensor, out: torch.Tensor, alpha: float, limit: float) -> None:
+    """Compute out [P, F] of both [P, 2F], in which gates and ups take turns: (up + 1) · gate · sigmoid(alpha · gate), rounded once.
 
     Gates are clamped to `limit` from above, ups from both sides.
     """
     n_pairs, width = both.shape[0], both.shape[1] // 2
     assert both.is_contiguous()
-    out = torch.empty(n_pairs, width, dtype=both.dtype, device=both.device)
+    assert out.is_contiguous()
+    assert out.shape == (n_pairs, width)
     if n_pairs:
         _activate_clamped[(triton.cdiv(width, 512), n_pairs)](
             both, out, width, alpha, limit, BLOCK=512, num_warps=4, enable_fp_fusion=False, **overlap_options(both.device)
         )
-    return out
 
 
 def sum_experts(

@@ -20,6 +20,8 @@ from ngramspec.models.expert_routing import CORRECTION, RouterOptions, find_acti
 # Makes the product of pairs with experts' weights [E, N, K] and biases [E, N] or None. Raises UnsupportedModelError.
 MakePairProduct = Callable[[torch.Tensor, torch.Tensor | None], PairProduct]
 
+MOST_PAIRS = 1 << 15  # Pairs of one launch of an activation: a grid's second dimension ends at 65,535.
+
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}  # of gated experts, by their names here and in `layers`
 
 
@@ -89,10 +91,13 @@ class ChosenExperts:
         """Compute x [R, H] to [R, H] in `dtype`. `ids` [R, top_k] int32, `weights`, `shared`: as in `sum_experts`."""
         pairs = sort_pairs(ids, self.n_experts)
         both = self.gate_up(x, pairs, of_rows=True, dtype=x.dtype)
-        if isinstance(self.activation, str):
-            middle = layers.gated(both[None], None, activation=_ACTIVATIONS[self.activation])
-        else:
-            middle = activate_clamped(both, *self.activation)
+        middle = torch.empty(len(both), both.shape[1] // 2, dtype=x.dtype, device=x.device)
+        for first in range(0, len(both), MOST_PAIRS):
+            here = slice(first, first + MOST_PAIRS)
+            if isinstance(self.activation, str):
+                layers.gated(both[None, here], None, middle[here], _ACTIVATIONS[self.activation])
+            else:
+                activate_clamped(both[here], middle[here], *self.activation)
         added = self.down(middle, pairs, of_rows=False, dtype=torch.float32)
         return sum_experts(added, ids, weights, self.n_experts, shared, dtype)
 

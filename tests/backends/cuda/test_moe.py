@@ -69,6 +69,7 @@ def generate(model: Any, prompt: list[int], n: int) -> list[int]:
 def test_texts_are_transformers_and_drafts_and_mates_change_no_bit(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small.take_on_trust(monkeypatch)
     monkeypatch.setattr(runner_module, "find_dependence", lambda product, thoroughly: None)
+    monkeypatch.setattr(expert_layer, "MOST_PAIRS", 8)
     model = make(family, device)
     expected = generate(model, PROMPT.tolist(), N_TOKENS)
     runner = CudaRunner(model, **ROOM)
