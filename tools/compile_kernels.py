@@ -28,6 +28,7 @@ from ngramspec.backends.cuda import (
     layers,
     logits_processor,
     overlap,
+    packed_experts,
     paged_attention,
     quantised,
     rope_kv,
@@ -42,6 +43,7 @@ from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
 from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder
 from ngramspec.backends.cuda.packed import CudaPackedEmbedding
+from ngramspec.backends.cuda.packed_experts import PackedExpertWeight, PackedPairProduct
 from ngramspec.backends.cuda.quantised import FORMATS, UNIT, CudaPackedWeight, CudaQuantisedProduct
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.shapes import SHAPES, read_shape
@@ -55,6 +57,7 @@ LAUNCHED = {
     paged_attention: ("_attend",),
     kv_move: ("_move",),
     gated_delta_kernels: ("_convolve_rows", "_advance_states", "_gate_heads", "_keep_inputs"),
+    packed_experts: ("_multiply_packed_pairs",),
     expert_kernels: ("_choose", "_sort_pairs", "_multiply_pairs", "_activate_clamped", "_sum_experts"),
     layers: ("_embed", "_norm", "_add_norm", "_gated_activation", "_gate_attention"),
     row_invariant_linear: ("_product", "_add_up"),
@@ -130,7 +133,7 @@ def noted(capability: int) -> Iterator[dict[Variant, None]]:
         for module, names in LAUNCHED.items():
             for name in names:
                 stack.enter_context(patch.object(module, name, Launches(getattr(module, name), found)))
-        for module in (expert_kernels, overlap, paged_attention, row_invariant_linear):
+        for module in (expert_kernels, packed_experts, overlap, paged_attention, row_invariant_linear):
             stack.enter_context(patch.object(module, "get_limits", lambda device: limits))
         yield found
 
@@ -168,7 +171,13 @@ def variants(
                 return row_invariant_linear.CudaProduct(weight, bias, n_sms)
             return CudaQuantisedProduct([empty_packed(blocks, *weight.shape)], bias, dtype, n_sms)
 
-        stack = CudaDecoder(model, make, lambda weight, bias: PairProduct(weight, bias, n_sms), max_len)
+        def make_pairs(weight: Any, bias: torch.Tensor | None) -> PairProduct:
+            if blocks == "none":
+                return PairProduct(weight, bias, n_sms)
+            e, n, k = weight.shape
+            return PackedPairProduct(PackedExpertWeight(empty_packed(blocks, e * n, k), e, dtype), dtype, n_sms)
+
+        stack = CudaDecoder(model, make, make_pairs, max_len)
         if blocks != "none":
             stack.embedding = CudaPackedEmbedding(empty_packed(blocks, *stack.embedding.weight.shape), dtype)
         shape = int(text.num_key_value_heads), stack.head_dim

@@ -32,6 +32,7 @@ from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
 from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, decode_buckets, recorder
 from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
 from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder, ModulesDecoder, PassDecoder, VendorProduct, Weight
+from ngramspec.backends.cuda.packed_experts import PackedExpertWeight, PackedPairProduct
 from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, columns, rows_per_item
 from ngramspec.backends.cuda.quantised import CudaQuantFormat, CudaQuantisedProduct
 from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, KernelPolicy, LinearProduct, violation
@@ -111,7 +112,7 @@ class CudaRunner(Runner):
         self.rows_per_item = rows_per_item(n_heads, n_kv_heads, head_dim, model.dtype.itemsize)
         self.policies: dict[tuple[int, int], KernelPolicy] = {}
         self._checked: set[tuple[tuple[int, int], tuple[CudaQuantFormat, ...]]] = set()  # shapes and formats whose products were compared
-        self._checked_experts: set[tuple[int, ...]] = set()  # shapes [E, N, K]
+        self._checked_experts: set[object] = set()  # shapes [E, N, K] and formats
         self.has_experts = any(holds_experts(module) for module in model.modules())
         self._refused: set[tuple[int, int]] = set()  # shapes of weights for which our products do not run
         progress("checking exactness (the first start compiles its kernels)")
@@ -225,14 +226,13 @@ class CudaRunner(Runner):
                 self._refused.add(shape)
         return VendorProduct(weight, bias) if shape in self._refused else product
 
-    def _multiply_experts(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PairProduct:
-        """Make the product of a layer's experts, weights [E, N, K], and prove its pairs independent of each other.
-
-        Raises UnsupportedModelError if it does not run.
-        """
-        product = PairProduct(weight, bias, self.limits.n_processors)
-        shape, again = (product.n_experts * product.n_out, product.n_in), product.shape in self._checked_experts
-        self._checked_experts.add(product.shape)
+    def _multiply_experts(self, weight: torch.Tensor | PackedExpertWeight, bias: torch.Tensor | None) -> PairProduct:
+        """Make and prove the product of a layer's experts, weights [E, N, K]. Raises UnsupportedModelError if it does not run."""
+        n_sms = self.limits.n_processors
+        product = PairProduct(weight, bias, n_sms) if isinstance(weight, torch.Tensor) else PackedPairProduct(weight, self._dtype, n_sms)
+        shape, kind = (product.n_experts * product.n_out, product.n_in), (product.shape, product.format)
+        again = kind in self._checked_experts
+        self._checked_experts.add(kind)
         try:
             found = find_dependence(product, thoroughly=not again) if self._exact else None
         except Exception as e:

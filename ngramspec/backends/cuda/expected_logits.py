@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.base import is_out_of_memory
 from ngramspec.backends.cuda.packed import CudaPackedEmbedding
+from ngramspec.backends.cuda.packed_experts import PackedExpertWeight
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def _convert(unit: nn.Module, kept: list[tuple[Any, str, Any]]) -> None:
             if tensor.is_floating_point() and tensor.dtype != torch.float32:
                 kept.append((tensor, "data", tensor.data))
                 tensor.data = tensor.data.float()
-        if isinstance(module, CudaPackedEmbedding):  # it unpacks to a dtype of its own
+        if isinstance(module, CudaPackedEmbedding | PackedExpertWeight):  # it unpacks to a dtype of its own
             kept.append((module, "dtype", module.dtype))
             module.dtype = torch.float32
 

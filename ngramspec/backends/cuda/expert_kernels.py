@@ -41,7 +41,7 @@ class _Choice(NamedTuple):
     weights: torch.Tensor  # [R, top_k] float32, or [R, top_k + 1] with that of the shared expert
 
 
-class _PairArrays(NamedTuple):
+class PairArrays(NamedTuple):
     """The P pairs of a pass, sorted by expert."""
 
     order: torch.Tensor  # [P] int32: their numbers
@@ -64,7 +64,7 @@ class _RouterShape(NamedTuple):
     overlaps: bool
 
 
-class _PairShape(NamedTuple):
+class PairShape(NamedTuple):
     """What `_multiply_pairs` is compiled for besides its tile."""
 
     n_experts: int
@@ -77,7 +77,7 @@ class _PairShape(NamedTuple):
     overlaps: bool
 
 
-class _PairTile(NamedTuple):
+class PairTile(NamedTuple):
     """How `_multiply_pairs` goes through pairs and weights. No bit depends on it."""
 
     n: int
@@ -328,13 +328,19 @@ def sort_pairs(ids: torch.Tensor, n_experts: int) -> SortedPairs:
 class PairProduct:
     """Multiply each pair by the weight of its expert. Weights [E, N, K] and biases [E, N] or None are kept as they are."""
 
+    format: object = None
+    """Format of quant blocks, if the weights are in blocks."""
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, n_sms: int) -> None:
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(f"weights are bfloat16, float16 or float32, not {weight.dtype}")
         assert weight.is_contiguous()
-        self.weight, self.bias, self.n_sms = weight, bias, n_sms
-        self.n_experts, self.n_out, self.n_in = self.shape = tuple(weight.shape)
-        self._shared = get_limits(weight.device).shared_bytes
+        self.weight, self.bias = weight, bias
+        self._set_shape(tuple(weight.shape), weight.dtype, weight.device, n_sms)
+
+    def _set_shape(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, n_sms: int) -> None:
+        self.n_experts, self.n_out, self.n_in = self.shape = shape
+        self.dtype, self.device, self.n_sms, self._shared = dtype, device, n_sms, get_limits(device).shared_bytes
 
     def __call__(self, x: torch.Tensor, pairs: SortedPairs, *, of_rows: bool, dtype: torch.dtype, tile: Tile | None = None) -> torch.Tensor:
         """Multiply to [P, N] in `dtype`.
@@ -344,28 +350,31 @@ class PairProduct:
         """
         n_pairs = len(pairs.order)
         assert x.shape == (len(pairs.ids) if of_rows else n_pairs, self.n_in), (x.shape, pairs.ids.shape)
-        assert x.dtype == self.weight.dtype
+        assert x.dtype == self.dtype
         assert x.stride(1) == 1
         out = torch.empty(n_pairs, self.n_out, dtype=dtype, device=x.device)
         if n_pairs:
-            tile = tile or self.choose_tile(n_pairs)
-            n_active = min(n_pairs, self.n_experts)
-            n_tiles = min(n_pairs, (n_pairs + n_active * (tile.rows - 1)) // tile.rows)
-            overlaps = get_limits(x.device).overlaps
-            per_row, padded = pairs.top_k if of_rows else 0, triton.next_power_of_2(self.n_experts)
-            _multiply_pairs[(n_tiles, triton.cdiv(self.n_out, tile.n))](
-                self.weight, self.bias, x, _PairArrays(pairs.order, pairs.counts), out, x.stride(0),
-                SHAPE=_PairShape(self.n_experts, padded, self.n_out, self.n_in, per_row, overlaps),
-                TILE=_PairTile(tile.n, tile.rows, tile.k, n_tiles <= n_active),
-                num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, launch_pdl=overlaps,
-            )  # fmt: skip
+            self._multiply(x, pairs, pairs.top_k if of_rows else 0, out, tile or self.choose_tile(n_pairs))
         return out
+
+    def _multiply(self, x: torch.Tensor, pairs: SortedPairs, per_row: int, out: torch.Tensor, tile: Tile) -> None:
+        overlaps, n_tiles, n_active = get_limits(x.device).overlaps, self.count_tiles(len(out), tile), min(len(out), self.n_experts)
+        _multiply_pairs[(n_tiles, triton.cdiv(self.n_out, tile.n))](
+            self.weight, self.bias, x, PairArrays(pairs.order, pairs.counts), out, x.stride(0),
+            SHAPE=PairShape(self.n_experts, triton.next_power_of_2(self.n_experts), self.n_out, self.n_in, per_row, overlaps),
+            TILE=PairTile(tile.n, tile.rows, tile.k, n_tiles <= n_active),
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, launch_pdl=overlaps,
+        )  # fmt: skip
+
+    def count_tiles(self, n_pairs: int, tile: Tile) -> int:
+        """Return how many tiles pairs can need at most, however they are spread over experts."""
+        return min(n_pairs, (n_pairs + min(n_pairs, self.n_experts) * (tile.rows - 1)) // tile.rows)
 
     def choose_tile(self, n_pairs: int) -> Tile:
         """Return the tile for a number of pairs, as if all experts had about the same number. No bit depends on it."""
         n_active = min(n_pairs, self.n_experts)
         rows = max(1, int(SPREAD * n_pairs / self.n_experts))
-        return choose_tile(rows, self.n_out, self.weight.itemsize, n_active, 1, self.n_sms, self._shared)
+        return choose_tile(rows, self.n_out, self.dtype.itemsize, n_active, 1, self.n_sms, self._shared)
 
 
 def activate_clamped(both: torch.Tensor, out: torch.Tensor, alpha: float, limit: float) -> None:
@@ -417,7 +426,7 @@ def find_dependence(product: PairProduct, thoroughly: bool) -> str | None:
     """
     counts = CHECKED_PAIRS if thoroughly else FEW_PAIRS
     generator, most = torch.Generator().manual_seed(product.n_out), max(counts)
-    device, dtype = product.weight.device, product.weight.dtype
+    device, dtype = product.device, product.dtype
     x = torch.randn(most, product.n_in, generator=generator).to(device, dtype)
     ids = torch.randint(product.n_experts, (most, 1), generator=generator).int()
     ids[::2] = product.n_experts - 1
@@ -425,7 +434,7 @@ def find_dependence(product: PairProduct, thoroughly: bool) -> str | None:
     probe = sorted({0, most // 3, most // 2, most - 1, *range(0, most, -(-most // 8))})
     alone = torch.cat([_multiply_in_order(product, x[i : i + 1], ids[i : i + 1], None)[0] for i in probe])
     for count in counts:
-        for tile in (None, *list_tiles(product.weight.itemsize, get_limits(device).shared_bytes)):
+        for tile in (None, *list_tiles(dtype.itemsize, get_limits(device).shared_bytes)):
             inside = [j for j, i in enumerate(probe) if i < count]
             for y in _multiply_in_order(product, x[:count], ids[:count], tile):
                 if not torch.equal(y[[probe[j] for j in inside]], alone[inside]):

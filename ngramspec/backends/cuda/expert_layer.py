@@ -13,15 +13,17 @@ from torch import nn
 
 from ngramspec.backends.cuda import layers
 from ngramspec.backends.cuda.expert_kernels import PairProduct, activate_clamped, choose, sort_pairs, sum_experts
+from ngramspec.backends.cuda.packed_experts import PackedExpertWeight
 from ngramspec.backends.cuda.row_invariant_linear import LinearProduct
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.expert_routing import CORRECTION, RouterOptions, find_activation, find_router_options
 
 # Makes the product of pairs with experts' weights [E, N, K] and biases [E, N] or None. Raises UnsupportedModelError.
-MakePairProduct = Callable[[torch.Tensor, torch.Tensor | None], PairProduct]
+MakePairProduct = Callable[[torch.Tensor | PackedExpertWeight, torch.Tensor | None], PairProduct]
 
 MOST_PAIRS = 1 << 15  # Pairs of one launch of an activation: a grid's second dimension ends at 65,535.
 
+_HELD = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")  # names of experts' weights and biases
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}  # of gated experts, by their names here and in `layers`
 
 
@@ -40,8 +42,9 @@ class UsedRows(NamedTuple):
 
 def holds_experts(module: nn.Module) -> bool:
     """Return whether a module holds the weights of experts, whatever it computes."""
-    first = next((p for name in ("gate_up_proj", "up_proj") if (p := module._parameters.get(name)) is not None), None)
-    return first is not None and first.dim() == 3 and "down_proj" in module._parameters
+    names = ("gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj", "down_proj")
+    held = [getattr(module, name, None) for name in names]
+    return all(isinstance(each, PackedExpertWeight) or (isinstance(each, torch.Tensor) and each.dim() == 3) for each in held)
 
 
 def read_router(router: nn.Module) -> RouterOptions:
@@ -63,7 +66,7 @@ class ChosenExperts:
 
     def __init__(self, module: nn.Module, make: MakePairProduct) -> None:
         """Take over the weights; transposed ones become views of ours. Raises UnsupportedModelError for experts of another kind."""
-        name, held = type(module).__name__, dict[str, Any](module._parameters)
+        name, held = type(module).__name__, dict[str, Any]((each, getattr(module, each, None)) for each in _HELD)
         try:
             self.activation = find_activation(module)
         except (LookupError, RuntimeError) as error:
@@ -78,7 +81,8 @@ class ChosenExperts:
         if getattr(module, "is_transposed", False):
             for each in ("gate_up_proj", "down_proj"):
                 held[each].data = held[each].data.transpose(1, 2).contiguous().transpose(1, 2)
-        weights = [held[each].detach() for each in ("gate_up_proj", "down_proj")]
+        weights: list[Any] = [held[each] for each in ("gate_up_proj", "down_proj")]
+        weights = [weight.detach() if isinstance(weight, torch.Tensor) else weight for weight in weights]
         if getattr(module, "is_transposed", False):
             weights = [weight.transpose(1, 2) for weight in weights]
         biases = [held.get(f"{each}_bias") for each in ("gate_up_proj", "down_proj")]

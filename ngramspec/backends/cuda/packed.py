@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ngramspec.backends.cuda.packed_experts import PackedExpertWeight
 from ngramspec.backends.cuda.quantised import FORMATS, CudaPackedWeight, concatenate_packed, pack
 from ngramspec.models.loader import PackedForm
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
@@ -58,7 +59,7 @@ class CudaPackedEmbedding(_InBlocks):
 
 
 def keep_packed(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> None:
-    """Replace the linear layers and embeddings of a model on the "meta" device whose weights the source has in blocks of FORMATS.
+    """Replace the linear layers, embeddings and experts of a model on the "meta" device whose weights the source has in blocks of FORMATS.
 
     Weights shared by several modules stay as they are, except those of an embedding and a head. Raises what the source's rows raise, and
     torch.OutOfMemoryError.
@@ -66,6 +67,11 @@ def keep_packed(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype
     for stored, places in _in_blocks(model, source):
         packed = read_packed(stored, device)
         for parent, name, module in places:
+            if len(stored.shape) == 3:
+                delattr(parent, name)
+                setattr(parent, name, PackedExpertWeight(packed, stored.shape[0], dtype))
+                model.config.get_text_config()._experts_implementation = "eager"  # which takes one expert after the other
+                continue
             packs = CudaPackedLinear(packed, module, dtype) if isinstance(module, nn.Linear) else CudaPackedEmbedding(packed, dtype)
             setattr(parent, name, packs)
 
@@ -97,19 +103,28 @@ def make_packed_form(keep_blocks: str, usable_bytes: int) -> PackedForm:
 def unpack_weights(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> None:
     """Dequantise on the device what `keep_packed` would keep in blocks. Raises as that does."""
     for stored, places in _in_blocks(model, source):
-        weight = nn.Parameter(read_packed(stored, device).dense(dtype), requires_grad=False)
-        for _, _, module in places:
-            module.weight = weight
+        weight = nn.Parameter(read_packed(stored, device).dense(dtype).view(stored.shape), requires_grad=False)
+        for parent, name, module in places:
+            setattr(parent if len(stored.shape) == 3 else module, name if len(stored.shape) == 3 else "weight", weight)
 
 
 def _in_blocks(model: PreTrainedModel, source: TensorSource) -> Iterator[tuple[StoredTensor, list[tuple[nn.Module, str, nn.Module]]]]:
-    """Yield the weights that can stay in blocks, each with the modules that it belongs to: (parent, name, module)."""
+    """Yield the weights that can stay in blocks, each with the modules that it belongs to: (parent, name, module).
+
+    Weights [E, N, K] of experts, which are no module, belong to the module that holds them: (module, name of the parameter, module).
+    """
     users: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
             for parameter_name, parameter in child.named_parameters(recurse=False):
                 known_as = ".".join(filter(None, (path, name, parameter_name)))
                 users.setdefault(parameter, []).append((parent, name, known_as))
+    for path, parent, name in [(path, parent, name) for path, parent in model.named_modules() for name in ("gate_up_proj", "down_proj")]:
+        held = getattr(parent, name, None)
+        if isinstance(held, nn.Parameter) and held.dim() == 3 and not getattr(parent, "is_transposed", False):
+            stored = source[f"{path}.{name}"]
+            if stored.kind in FORMATS and stored.shape == held.shape:
+                yield stored, [(parent, name, parent)]
     for places in users.values():
         stored = source[places[0][2]]
         modules = [(parent, name, getattr(parent, name)) for parent, name, _ in places]
@@ -119,7 +134,7 @@ def _in_blocks(model: PreTrainedModel, source: TensorSource) -> Iterator[tuple[S
 
 def read_packed(stored: StoredTensor, device: str) -> CudaPackedWeight:
     """Read a weight [N, K] in blocks onto a device."""
-    n, k = stored.shape
+    n, k = stored.n_rows, stored.shape[-1]
     step = max(1, CHUNK // k)
     return concatenate_packed([pack(stored.kind, torch.from_numpy(stored.rows(i, min(i + step, n))).to(device)) for i in range(0, n, step)])
 

@@ -303,7 +303,7 @@ def _weights(
 
 
 @triton.jit
-def _piece(
+def sum_packed_piece(
     codes, words, supers, n, n_stride, x, row_mask, columns, begin, end,
     BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPER: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
@@ -396,13 +396,13 @@ def _quantised(
     row_mask = (rows < n_rows)[:, None]
     n_at = tl.minimum(n, n_out - 1)
     begin, end = bounds(piece, n_in, n_splits, STEP)
-    total = _piece(
+    total = sum_packed_piece(
         codes, words, supers, n_at, n_stride, x_at, row_mask, n_in, begin, end, BITS, SCALES, ZERO, SUPER, WORDS, BLOCK_K, EVEN, ONCE
     )
     if SUMMED:
         for s in range(1, n_splits):
             begin, end = bounds(s, n_in, n_splits, STEP)
-            total += _piece(
+            total += sum_packed_piece(
                 codes,
                 words,
                 supers,
@@ -425,6 +425,16 @@ def _quantised(
     store(total, bias, out, n, rows, piece, n_out, n_rows, out_stride)
 
 
+def fit_tile(tile: Tile, fmt: CudaQuantFormat, itemsize: int) -> Tile:
+    """Return the tile with whole units, and stages by the memory that codes take. `itemsize`: bytes of a number of x."""
+    if itemsize == 4:
+        tile = replace(tile, n=64, rows=16, warps=8)  # wider ones spill
+    k = 2 * UNIT if tile.rows <= 32 and itemsize == 2 else UNIT
+    room = tile.stages * tile.stage_bytes(itemsize)
+    stage = k * (tile.n * (fmt.bits + 2) // 8 + tile.rows * itemsize)
+    return replace(tile, k=k, stages=max(2, min(6, room // stage)))
+
+
 class CudaQuantisedProduct(CudaProduct):
     """Compute x @ W.T + b; W is the concatenation of weights of one K, of one format or several, and b is [N] or None.
 
@@ -441,17 +451,10 @@ class CudaQuantisedProduct(CudaProduct):
         first = 0
         for part in self.parts:
             here = slice(first, first + part.n_out)
-            self._multiply_part(part, x, None if bias is None else bias[here], out[:, :, here], self._tile(tile, part.format))
+            self._multiply_part(
+                part, x, None if bias is None else bias[here], out[:, :, here], fit_tile(tile, part.format, self.dtype.itemsize)
+            )
             first += part.n_out
-
-    def _tile(self, tile: Tile, fmt: CudaQuantFormat) -> Tile:
-        """Return the tile with whole units, and stages by the memory that codes take."""
-        if self.dtype.itemsize == 4:
-            tile = replace(tile, n=64, rows=16, warps=8)  # wider ones spill
-        k = 2 * UNIT if tile.rows <= 32 and self.dtype.itemsize == 2 else UNIT
-        room = tile.stages * tile.stage_bytes(self.dtype.itemsize)
-        stage = k * (tile.n * (fmt.bits + 2) // 8 + tile.rows * self.dtype.itemsize)
-        return replace(tile, k=k, stages=max(2, min(6, room // stage)))
 
     def _multiply_part(self, part: CudaPackedWeight, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
         grid, options = self._grid(len(x), part.n_out, len(out), tile)

@@ -16,7 +16,7 @@ def compiled() -> None:
         names = {variant.fn.__name__ for variant in found}
         every = {name for names in compile_kernels.LAUNCHED.values() for name in names}
         assert names <= every
-        experts = {"_choose", "_sort_pairs", "_multiply_pairs", "_activate_clamped", "_sum_experts"}
+        experts = {"_choose", "_sort_pairs", "_multiply_pairs", "_multiply_packed_pairs", "_activate_clamped", "_sum_experts"}
         recurrent = {"_convolve_rows", "_advance_states", "_gate_heads", "_keep_inputs", "_gate_attention"}
         assert every - names <= recurrent | experts | {"_write_kv", "_add_up", "_quantised", "_dequantise"}  # of other models
         assert len(found) == len(set(found))
@@ -31,8 +31,9 @@ def compiled() -> None:
     hybrid = compile_kernels.variants(read_shape("Qwen3.5-9B"), torch.bfloat16, 90, rows=(1, 300))
     new = [variant for variant in hybrid if variant.fn.__name__ in recurrent]
     assert sorted(variant.fn.__name__ for variant in new) == sorted(recurrent), "one variant each, whatever the number of rows"
-    mixed = compile_kernels.variants(read_shape("Qwen3-30B-A3B"), torch.bfloat16, 90, rows=(1,))
-    new += [variant for variant in mixed if variant.fn.__name__ in experts]
+    for blocks, names in (("none", experts), ("Q4_K", {"_multiply_packed_pairs"})):
+        mixed = compile_kernels.variants(read_shape("Qwen3-30B-A3B"), torch.bfloat16, 90, rows=(1,), blocks=blocks)
+        new += [variant for variant in mixed if variant.fn.__name__ in names]
     assert sorted({variant.fn.__name__ for variant in new} - recurrent) == sorted(experts - {"_activate_clamped"})
     for variant in new:
         assert compile_kernels.compiled(variant, 90) == ""

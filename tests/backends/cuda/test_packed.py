@@ -9,17 +9,22 @@ import gguf
 import numpy as np
 import pytest
 import small
+import tiny_architectures
 import tiny_gguf
 import tiny_grouped
 import torch
 from torch import nn
 
+from ngramspec.backends.cuda import cuda_runner
 from ngramspec.backends.cuda.cuda_runner import CudaRunner
+from ngramspec.backends.cuda.expert_layer import ExpertLayer
 from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder, VendorProduct
 from ngramspec.backends.cuda.packed import MOST_DENSE, CudaPackedEmbedding, CudaPackedLinear, make_packed_form
+from ngramspec.backends.cuda.packed_experts import PackedExpertWeight, PackedPairProduct
 from ngramspec.backends.cuda.quantised import CudaQuantisedProduct
 from ngramspec.models import loader
 from ngramspec.models.loader import load_model
+from ngramspec.sampling.batch import Span
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 7}
@@ -99,6 +104,30 @@ def test_checkpoints_of_other_packages_stay_in_blocks(
     assert plain.tokens == same.tokens == on.tokens
     assert torch.equal(torch.stack(plain.rows), torch.stack(same.rows))
     assert torch.equal(torch.stack(plain.rows), torch.stack(on.rows))
+
+
+def test_experts_stay_in_blocks(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.take_on_trust(monkeypatch)
+    monkeypatch.setattr(cuda_runner, "find_dependence", lambda product, thoroughly: None)
+    monkeypatch.setattr(tiny_architectures, "LAYERS", 1)
+    add = gguf.GGUFWriter.add_tensor
+
+    def quantise(writer: gguf.GGUFWriter, name: str, weights: np.ndarray) -> None:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        if not name.endswith("exps.weight"):
+            return add(writer, name, weights)
+        return add(writer, name, gguf.quants.quantize(weights, kind), raw_dtype=kind)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", quantise)
+    path = tiny_architectures.write(tmp_path / "m.gguf", "qwen3moe")
+    dense, packed = (bind(load(path, torch.bfloat16, device, keeps)) for keeps in (False, True))
+    held = [module for module in packed.model.modules() if isinstance(module, PackedExpertWeight)]
+    assert len(held) == 2
+    assert isinstance(packed._decoder, CudaDecoder)
+    assert isinstance(packed._decoder.layers[0].mlp, ExpertLayer)
+    assert isinstance(packed._decoder.layers[0].mlp.experts.down, PackedPairProduct)
+    whole, same = (runner.run([Span(runner.slot_for_tests(5), PROMPT, 0, logits=5)]) for runner in (dense, packed))
+    assert torch.equal(whole, same)
 
 
 @pytest.mark.soak

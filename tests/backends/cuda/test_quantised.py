@@ -8,6 +8,8 @@ import pytest
 import tiny_gguf
 import torch
 
+from ngramspec.backends.cuda.expert_kernels import PairProduct, sort_pairs
+from ngramspec.backends.cuda.packed_experts import PackedExpertWeight, PackedPairProduct
 from ngramspec.backends.cuda.quantised import FORMATS, CudaQuantisedProduct, concatenate_packed, pack
 from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, violation
 from ngramspec.models.tensor_source import dequantise
@@ -83,3 +85,21 @@ def test_weights_of_several_formats_are_one_product(device: str) -> None:
 def test_rows_do_not_depend_on_their_number(device: str) -> None:
     packed = pack("Q4_1", torch.from_numpy(blocks("Q4_1", 40, 1056)).to(device))
     assert violation(CudaQuantisedProduct([packed], None, torch.float16, n_sms=4), [33]) is None
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("Q4_K", torch.bfloat16), ("Q6_K", torch.float16), ("Q8_0", torch.float32)], ids=str)
+def test_products_with_experts_have_the_bits_of_dequantised_weights(kind: str, dtype: torch.dtype, device: str) -> None:
+    raw = blocks(kind, 3 * 40, columns(kind, 96))
+    dense = torch.from_numpy(dequantise(kind, raw)).to(device, dtype).view(3, 40, -1)
+    weight = PackedExpertWeight(pack(kind, torch.from_numpy(raw).to(device)), 3, dtype)
+    assert torch.equal(weight[torch.tensor(2)], dense[2])
+    packed, plain = PackedPairProduct(weight, dtype, n_sms=4), PairProduct(dense, None, n_sms=4)
+    assert packed.shape == plain.shape
+    ids = torch.tensor([[2, 0], [0, 1], [2, 1], *[[1, 2]] * 17], dtype=torch.int32, device=device)
+    for n in (1, 20):
+        pairs = sort_pairs(ids[:n].contiguous(), 3)
+        for of_rows in (True, False):
+            n_x = n if of_rows else 2 * n
+            x = torch.randn(n_x, packed.n_in, generator=torch.Generator().manual_seed(n)).to(device, dtype)
+            found = [each(x, pairs, of_rows=of_rows, dtype=torch.float32) for each in (packed, plain)]
+            assert torch.equal(*found), (n, of_rows)
