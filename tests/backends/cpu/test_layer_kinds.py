@@ -262,7 +262,7 @@ def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("smollm3", "gemma3", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss", "lfm2_moe", "granitemoehybrid, experts"),
+        *("smollm3", "gemma3", "gemma4, experts", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss", "lfm2_moe", "granitemoehybrid, experts"),
         *("nemotron_h, experts", "deepseek_v2", "deepseek_v3"),
     ],
 )
@@ -285,8 +285,18 @@ def scale_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_map_module.WeightMap, "query_scales", lambda *_: np.empty(0, np.float32))
 
 
+def share_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = weight_map_module.LayerWeights
+
+    def make(*fields: Any) -> Any:
+        layer = right(*fields)
+        return layer._replace(heads=layer.heads._replace(owner=1)) if layer.heads and layer.heads.owner == 2 else layer
+
+    monkeypatch.setattr(weight_map_module, "LayerWeights", make)
+
+
 @pytest.mark.parametrize("in_memory", [False, True], ids=["from files", "in memory"])
-@pytest.mark.parametrize(("name", "spoil"), [("smollm3", rotate_all), ("ministral3", scale_no_query)])
+@pytest.mark.parametrize(("name", "spoil"), [("smollm3", rotate_all), ("ministral3", scale_no_query), ("gemma4, shared", share_other_keys)])
 def test_a_compiled_pass_that_is_wrong_in_a_late_kind_or_far_out_gives_way(
     name: str, spoil: Callable[[pytest.MonkeyPatch], None], in_memory: bool, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
