@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 WaitForCode = Callable[..., None]  # waits until the stages of `background_compiler` that its arguments name have been compiled
+_TRIAL = b"trial"  # hash of the block by which a model is told from others: no request's has this length
 CPU_ROWS = 128  # of a pass: with more a prompt takes as long (benchmarks/NOTES.md), and what comes or is cancelled meanwhile waits longer
 LEARNED = 500
 """Steps after which the curve that they taught is kept for later starts, beside the one that was measured."""
@@ -347,20 +348,22 @@ def _cpu_options(
 def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | None:
     """Open the folder that keeps blocks of the prefix cache; None if there is to be none. In the thread that runs the model.
 
-    Blocks are kept by what computes them: the digest of a trial block's keys and values stands for weights, precision and arithmetic.
-    Raises InvalidInputError if the folder cannot be used.
+    Blocks are kept by what computes them: the digest of a trial block's keys and values, and of the state after it, stands for weights,
+    precision and arithmetic. Raises InvalidInputError if the folder cannot be used.
     """
     if config.prefix_cache_path is None or not config.prefix_cache:
         return None
-    if runner.is_recurrent:
-        raise InvalidInputError("prefix_cache_path: this model's layers keep a state, which is not written to the folder; accepted: None")
-    pool, slot = runner.pool, runner.slot_for_tests(BLOCK)
+    pool, slot, state = runner.pool, runner.slot_for_tests(BLOCK), b""
     tokens = (np.arange(BLOCK) * 7919 % runner.vocab_size).astype(np.int32)
     runner.forward(pack([Span(slot, tokens, 0, logits=0)], pool, runner.rows_per_item)).wait()
-    trial = pool.read_block(int(pool.tables[slot, 0]))
+    block = pool.read_block(int(pool.tables[slot, 0]))
+    if runner.is_recurrent:
+        pool.register(slot, [_TRIAL])
+        state = pool.read_state(_TRIAL) or b""
     pool.release(slot)
-    model = hashlib.sha256(trial + start_cache.digest_code().encode()).hexdigest()[:32]
-    folder = PrefixFolder(Path(config.prefix_cache_path).expanduser(), model, len(trial), config.prefix_cache_size)
+    model = hashlib.sha256(block + state + start_cache.digest_code().encode()).hexdigest()[:32]
+    root = Path(config.prefix_cache_path).expanduser()
+    folder = PrefixFolder(root, model, len(block), len(state), config.prefix_cache_size)
     return PrefixStore(folder, pool)
 
 

@@ -80,6 +80,18 @@ class BlockTables:
         """Set a block's keys and values to what `read_block` has returned, of this pool or one like it."""
         raise NotImplementedError
 
+    def has_state(self, digest: bytes) -> bool:
+        """Return whether there is a snapshot of the recurrent layers' state after the block with this hash."""
+        return False
+
+    def read_state(self, digest: bytes) -> bytes | None:
+        """Return the snapshot of the recurrent layers' state after the block with this hash; None if there is none."""
+        return None
+
+    def write_state(self, digest: bytes, body: bytes) -> None:
+        """Keep as such a snapshot what `read_state` has returned, of this pool or one like it, if there is room for any."""
+        raise NotImplementedError
+
     def admit(self, slot: int, hashes: Sequence[bytes], n_positions: int) -> int:
         """Let a sequence that holds nothing take over the longest registered prefix of `hashes`, and reserve positions 0..n_positions-1.
 

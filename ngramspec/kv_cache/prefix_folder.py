@@ -1,8 +1,9 @@
 """Keep blocks of the prefix cache in a folder, so that they survive a restart.
 
 A file holds one block's keys and values under the block's hash, which stands for the tokens, all before them, and the tenant
-(`blocks.BlockHashes`); a sub-folder per model has those that one version of the code computed from one file. Contents are compared with
-their checksum when they are read. The folder is the user's alone, and files beyond its bound are removed, those read least recently first.
+(`blocks.BlockHashes`), or a snapshot of the recurrent layers' state after that block; a sub-folder per model has those that one version of
+the code computed from one file. Contents are compared with their checksum when they are read. The folder is the user's alone, and files
+beyond its bound are removed, those read least recently first.
 
 `PrefixStore` decides what is worth a file and moves blocks between folder and pool, in the engine's thread; files are written by a thread
 of its own. Several processes may share a folder: each looks for the others' files when a prompt needs them, and counts them before the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import queue
@@ -33,25 +35,32 @@ log = logging.getLogger(__name__)
 # A prompt of which so many tokens had to be computed is kept after its first request; else blocks are once a second request had them:
 # of an editor's prompts, each key changes some hundred tokens.
 KEPT_TOKENS = 1024
+# A state takes 20 to 60 MB. Of a prompt's the last one is kept, and from there back others, the least number of blocks between two of them
+# growing from the first to the second: the next prompt differs near the end as a rule.
+STATE_GAPS = 8, 64
 REMEMBERED = 8  # the latest requests whose blocks may still have to be written
 BLOCKS_AT_ONCE = 16  # that are handed to the writer before the engine looks for requests again
 IDLE_S = 0.5  # without a request, until blocks are written
 _DIGEST = 16  # bytes of a checksum
-_SUFFIX, _PARTIAL = ".kv", ".part"
+BLOCK_SUFFIX, STATE_SUFFIX, _PARTIAL = ".kv", ".state", ".part"
 STALE_S = 600.0  # a file that is still being written after so long is one of a process that was killed
 RECOUNT = 0.05  # share of the bound that one process writes between two counts of what all have written
 _NAME = 32 * "[0-9a-f]"  # of a file: its block's hash
 
 
 class PrefixFolder:
-    """Files of blocks, each of the same size. Raises InvalidInputError if the folder cannot be used."""
+    """Files of blocks, each of the same size, and of states, each of another. Raises InvalidInputError if the folder cannot be used.
 
-    def __init__(self, root: Path, model: str, block_bytes: int, max_bytes: int) -> None:
-        """Open the folder, or make it. `root`: the user's folder; `model`: name of what computes keys and values.
+    A file's name is its block's hash and the suffix of its kind (`name_block`, `name_state`).
+    """
 
-        `max_bytes`: of all models' files together.
+    def __init__(self, root: Path, model: str, block_bytes: int, state_bytes: int, max_bytes: int) -> None:
+        """Open the folder, or make it. `root`: the user's folder; `model`: name of what computes keys, values and states.
+
+        `state_bytes`: 0 for a model without recurrent layers. `max_bytes`: of all models' files together.
         """
-        self.path, self.block_bytes, self.max_bytes = root / model, block_bytes, max_bytes
+        self.path, self.state_bytes, self.max_bytes = root / model, state_bytes, max_bytes
+        self._sizes = {BLOCK_SUFFIX: block_bytes, STATE_SUFFIX: state_bytes}
         self._root = root
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,60 +70,61 @@ class PrefixFolder:
         if (hasattr(os, "getuid") and status.st_uid != os.getuid()) or stat.S_IMODE(status.st_mode) & 0o022:
             raise InvalidInputError(f"prefix_cache_path {str(root)!r} holds a folder that others may write: {self.path.name}")
         files = self._list()
-        self.known = {bytes.fromhex(path.stem) for _, _, path in files if path.parent == self.path}
-        """Hashes of the files that are there, as far as this process knows: others may have written or removed some since."""
+        self.known = {path.name for _, _, path in files if path.parent == self.path}
+        """Names of the files that are there, as far as this process knows: others may have written or removed some since."""
         self._n_bytes = sum(size for _, size, _ in files)  # of the folder when it was counted, and of what was written since
         self._n_written = 0
         self._remove_stale()
-        self._waiting: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="ngramspec-prefix-writer", daemon=True)
         self._writer.start()
 
-    def read(self, digest: bytes) -> bytes | None:
-        """Return a block's contents; None if there is no file, or it is damaged, which removes it."""
-        path = self._get_path(digest)
+    def has_file(self, name: str) -> bool:
+        """Return whether there is such a file."""
+        return (self.path / name).exists()
+
+    def read(self, name: str) -> bytes | None:
+        """Return the contents of a block or state; None if there is no file, or it is damaged, which removes it."""
+        path = self.path / name
         try:
             raw = path.read_bytes()
         except OSError:
-            self.known.discard(digest)
+            self.known.discard(name)
             return None
-        self.known.add(digest)
+        self.known.add(name)
         body = raw[_DIGEST:]
-        if len(body) != self.block_bytes or _compute_checksum(digest, body) != raw[:_DIGEST]:
+        if len(body) != self._sizes[path.suffix] or _compute_checksum(name, body) != raw[:_DIGEST]:
             log.warning("%s is damaged and is removed", path)
-            self.known.discard(digest)
+            self.known.discard(name)
             path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):
             os.utime(path)
         return body
 
-    def write(self, digest: bytes, body: bytes) -> None:
-        """Have a block written."""
-        self.known.add(digest)
-        self._waiting.put((digest, body))
+    def write(self, name: str, body: bytes) -> None:
+        """Have a block or state written."""
+        self.known.add(name)
+        self._waiting.put((name, body))
 
     def close(self) -> None:
         """Return once everything is written."""
         self._waiting.put(None)
         self._writer.join()
 
-    def _get_path(self, digest: bytes) -> Path:
-        return self.path / (digest.hex() + _SUFFIX)
-
     def _write_all(self) -> None:
         while (job := self._waiting.get()) is not None:
-            digest, body = job
-            path = self._get_path(digest)
+            name, body = job
+            path = self.path / name
             if path.exists():  # another process has computed it, too
                 continue
             partial = path.with_suffix(f".{secrets.token_hex(8)}{_PARTIAL}")
             try:
                 partial.touch(0o600)
-                partial.write_bytes(_compute_checksum(digest, body) + body)
+                partial.write_bytes(_compute_checksum(name, body) + body)
                 partial.replace(path)
             except OSError as error:
-                self.known.discard(digest)
+                self.known.discard(name)
                 partial.unlink(missing_ok=True)
                 log.warning("%s cannot be written: %s", path, error)
                 continue
@@ -136,7 +146,7 @@ class PrefixFolder:
             path.unlink(missing_ok=True)
             self._n_bytes -= size
             if path.parent == self.path:
-                self.known.discard(bytes.fromhex(path.stem))
+                self.known.discard(path.name)
 
     def _remove_stale(self) -> None:
         """Remove what a process that was killed had begun to write."""
@@ -148,10 +158,11 @@ class PrefixFolder:
     def _list(self) -> list[tuple[float, int, Path]]:
         """Return time, size and path of every file of the folder."""
         found = []
-        for path in self._root.glob(f"*/{_NAME}{_SUFFIX}"):
-            with contextlib.suppress(OSError):  # another process has removed it
-                status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
+        for suffix in (BLOCK_SUFFIX, STATE_SUFFIX):
+            for path in self._root.glob(f"*/{_NAME}{suffix}"):
+                with contextlib.suppress(OSError):  # another process has removed it
+                    status = path.stat()
+                    found.append((status.st_mtime, status.st_size, path))
         return found
 
 
@@ -160,24 +171,57 @@ class PrefixStore:
 
     def __init__(self, folder: PrefixFolder, pool: BlockTables) -> None:
         self.folder, self.pool = folder, pool
-        self._chains: deque[list[bytes]] = deque(maxlen=REMEMBERED)
+        self._chains: deque[list[tuple[bytes, str]]] = deque(maxlen=REMEMBERED)  # hashes and names of the files to write
         self._worked_s = 0.0
 
     def restore(self, hashes: Sequence[bytes]) -> None:
-        """Bring blocks of this prefix that only the folder has into the pool, as far as it has room that nobody holds."""
+        """Bring blocks of this prefix that only the folder has into the pool, as far as it has room that nobody holds.
+
+        Where layers keep a state, these are the blocks up to the last one after which there is a state, and that state.
+        """
+        state = None
+        if self.folder.state_bytes:
+            hashes, state = self._find_state(hashes)
         for n, digest in enumerate(hashes):
             if digest in self.pool.block_of:
                 self.pool.touch(digest)
                 continue
-            if self.pool.n_available <= n or (body := self.folder.read(digest)) is None:
-                break
+            if self.pool.n_available <= n or (body := self.folder.read(name_block(digest))) is None:
+                return
             self.pool.write_block(self.pool.adopt(digest), body)
+        if state is not None:
+            self.pool.write_state(hashes[-1], state)
+
+    def _find_state(self, hashes: Sequence[bytes]) -> tuple[Sequence[bytes], bytes | None]:
+        """Return the blocks after the last of which there is a state, and that state if only the folder has it."""
+        known = sum(
+            1 for _ in itertools.takewhile(lambda each: each in self.pool.block_of or self.folder.has_file(name_block(each)), hashes)
+        )
+        for n in range(known, 0, -1):
+            if self.pool.has_state(hashes[n - 1]):
+                return hashes[:n], None
+            if self.folder.has_file(name := name_state(hashes[n - 1])) and (body := self.folder.read(name)) is not None:
+                return hashes[:n], body
+        return [], None
 
     def note_request(self, hashes: Sequence[bytes], n_reused: int) -> None:
         """Remember the blocks of a request that ends, of which it reused the first `n_reused`, if they are worth a file."""
         worth = len(hashes) if (len(hashes) - n_reused) * BLOCK >= KEPT_TOKENS else n_reused
-        if missing := [digest for digest in hashes[:worth] if digest not in self.folder.known]:
+        wanted = [(digest, name_block(digest)) for digest in hashes[:worth]]
+        if self.folder.state_bytes:
+            states = self._choose_states(hashes[:worth])
+            wanted = [*wanted[: hashes.index(states[0]) + 1 if states else 0], *((digest, name_state(digest)) for digest in states)]
+        if missing := [(digest, name) for digest, name in wanted if name not in self.folder.known]:
             self._chains.append(missing)
+
+    def _choose_states(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the blocks of a prefix whose states are worth a file: the last one that has a state, and some before it."""
+        chosen, (gap, widest), most = list[bytes](), STATE_GAPS, len(hashes) - 1
+        for n in range(len(hashes) - 1, -1, -1):
+            if n <= most and self.pool.has_state(hashes[n]):
+                chosen.append(hashes[n])
+                most, gap = n - gap, min(2 * gap, widest)
+        return chosen
 
     @property
     def idle_after_s(self) -> float | None:
@@ -195,13 +239,18 @@ class PrefixStore:
         while self._chains and most:
             chain = self._chains[-1]
             while chain and most:
-                digest = chain.pop(0)
-                block = self.pool.block_of.get(digest)
-                if block is not None and digest not in self.folder.known:
-                    self.folder.write(digest, self.pool.read_block(block))
+                digest, name = chain.pop(0)
+                if name not in self.folder.known and (body := self._read_from_pool(digest, name)) is not None:
+                    self.folder.write(name, body)
                     most -= 1
             if not chain:
                 self._chains.pop()
+
+    def _read_from_pool(self, digest: bytes, name: str) -> bytes | None:
+        if name.endswith(STATE_SUFFIX):
+            return self.pool.read_state(digest)
+        block = self.pool.block_of.get(digest)
+        return None if block is None else self.pool.read_block(block)
 
     def close(self) -> None:
         """Write what is left, and return once it is written."""
@@ -210,6 +259,16 @@ class PrefixStore:
         self.folder.close()
 
 
-def _compute_checksum(digest: bytes, body: bytes) -> bytes:
-    """Return the checksum of a block that has this hash."""
-    return hashlib.blake2b(body, digest_size=_DIGEST, key=digest).digest()
+def name_block(digest: bytes) -> str:
+    """Return the name of the file of the block with this hash."""
+    return digest.hex() + BLOCK_SUFFIX
+
+
+def name_state(digest: bytes) -> str:
+    """Return the name of the file of the state after the block with this hash."""
+    return digest.hex() + STATE_SUFFIX
+
+
+def _compute_checksum(name: str, body: bytes) -> bytes:
+    """Return the checksum of the contents of a file with this name."""
+    return hashlib.blake2b(body, digest_size=_DIGEST, key=name.encode()).digest()

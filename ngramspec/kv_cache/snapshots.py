@@ -27,6 +27,10 @@ class SnapshotTable:
             known = n if digest in self._number_of else known
         return known
 
+    def find(self, digest: bytes) -> int | None:
+        """Return the number of the snapshot that follows this block; None if there is none."""
+        return self._number_of.get(digest)
+
     def use(self, digest: bytes) -> int:
         """Return the number of the snapshot that follows this block, which is then replaced last."""
         number = self._number_of[digest] = self._number_of.pop(digest)

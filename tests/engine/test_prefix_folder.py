@@ -40,8 +40,8 @@ def full(prompt: list[int]) -> int:
     return (len(prompt) - 1) // BLOCK * BLOCK
 
 
-def list_files(path: Path) -> list[Path]:
-    return sorted(path.rglob("*.kv"))
+def list_files(path: Path, suffix: str = ".kv") -> list[Path]:
+    return sorted(path.rglob(f"*{suffix}"))
 
 
 def test_a_restart_computes_nothing_again_and_writes_the_same(tmp_path: Path) -> None:
@@ -51,6 +51,25 @@ def test_a_restart_computes_nothing_again_and_writes_the_same(tmp_path: Path) ->
     assert (first.cached_tokens, again.cached_tokens, later.cached_tokens) == (0, full(LONG), full(LONG + first.token_ids))
     assert again.token_ids == first.token_ids == complete(None, LONG).token_ids
     assert later.token_ids == complete(None, LONG + first.token_ids + [7]).token_ids
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5_text", "lfm2"])
+def test_states_are_kept_with_the_blocks(tmp_path: Path, arch: str) -> None:
+    """A prompt is continued where a state is; of a long one not every part's state is worth a file."""
+    first = complete(tmp_path, LONG, arch)
+    again = complete(tmp_path, LONG, arch)
+    assert (first.cached_tokens, again.cached_tokens) == (0, full(LONG))
+    assert again.token_ids == first.token_ids == complete(None, LONG, arch).token_ids
+    assert 2 <= len(list_files(tmp_path, ".state")) <= 4
+    assert len(list_files(tmp_path)) == full(LONG) // BLOCK
+    other = [*LONG[:-30], *SHORT[:30]]
+    changed = complete(tmp_path, other, arch)
+    assert full(LONG) // 2 < changed.cached_tokens < full(LONG)
+    assert changed.token_ids == complete(None, other, arch).token_ids
+    for path in list_files(tmp_path, ".state"):
+        path.write_bytes(path.read_bytes()[:-1])
+    damaged = complete(tmp_path, LONG, arch)
+    assert (damaged.cached_tokens, damaged.token_ids) == (0, first.token_ids)
 
 
 def test_other_tenants_and_other_models_find_nothing(tmp_path: Path) -> None:

@@ -121,6 +121,21 @@ class RecurrentPool(KVPool):
             self._snapshots[0][i], self._snapshots[1][i] = self.kept_state[slot], self.kept_tails[slot]
             self.kept_at[slot] = 0
 
+    def has_state(self, digest: bytes) -> bool:
+        return digest in self._table
+
+    def read_state(self, digest: bytes) -> bytes | None:
+        i = self._table.find(digest)
+        return None if i is None else b"".join(part[i].tobytes() for part in self._snapshots)
+
+    def write_state(self, digest: bytes, body: bytes) -> None:
+        if digest in self._table or (i := self._table.take_number()) < 0:
+            return
+        state, tails = (part[i] for part in self._snapshots)
+        state[:] = np.frombuffer(body, np.float32, state.size).reshape(state.shape)
+        tails[:] = np.frombuffer(body, np.float32, tails.size, state.nbytes).reshape(tails.shape)
+        self._table.add(digest, i)
+
     def release(self, slot: int) -> None:
         super().release(slot)
         self.at[slot] = self.kept_at[slot] = 0

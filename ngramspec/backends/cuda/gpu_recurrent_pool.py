@@ -165,6 +165,25 @@ class CudaRecurrentPool(CudaPool):
             else:
                 self._table.add(digest, snapshot)
 
+    def has_state(self, digest: bytes) -> bool:
+        return digest in self._table
+
+    def read_state(self, digest: bytes) -> bytes | None:
+        if (i := self._table.find(digest)) is None:
+            return None
+        return b"".join(kept[i].view(torch.uint8).cpu().numpy().tobytes() for kept in (self._kept_state, self._kept_tails))
+
+    @torch.inference_mode()
+    def write_state(self, digest: bytes, body: bytes) -> None:
+        if digest in self._table or (i := self._table.take_number()) < 0:
+            return
+        data, at = torch.frombuffer(bytearray(body), dtype=torch.uint8), 0
+        for kept in (self._kept_state, self._kept_tails):
+            n = kept[i].nbytes
+            kept[i] = data[at : at + n].view(kept.dtype).view(kept[i].shape).to(kept.device)
+            at += n
+        self._table.add(digest, i)
+
     def release(self, slot: int) -> None:
         super().release(slot)
         self.at[slot] = 0

@@ -190,6 +190,27 @@ def test_a_prefix_is_taken_over_up_to_a_snapshot() -> None:
     pool.check_integrity()
 
 
+def test_a_snapshot_goes_from_one_pool_to_another() -> None:
+    one, other = make_pool(2), make_pool(2)
+    hashes = BlockHashes("", np.arange(2 * BLOCK, dtype=np.int32)).hashes
+    one.admit(0, [], 2 * BLOCK)
+    snapshot = stage(one, 0, 2 * BLOCK)[7]
+    for layer, states in enumerate(one.states):
+        states.kept_state[snapshot], states.kept_tails[snapshot] = 7.0 + layer, 5.0 - layer
+    one.register(0, hashes)
+    body = one.read_state(hashes[1])
+    assert body is not None
+    assert one.read_state(hashes[0]) is None
+    for digest in hashes:
+        other.adopt(digest)
+    other.write_state(hashes[1], body)
+    assert (other.has_state(hashes[0]), other.has_state(hashes[1])) == (False, True)
+    assert other.admit(3, hashes, 3 * BLOCK) == 2
+    for layer, states in enumerate(other.states):
+        assert (states.state[3] == 7.0 + layer).all()
+        assert (states.tails[3] == 5.0 - layer).all()
+
+
 @pytest.fixture(scope="module")
 def on_device(device: str) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as made:
