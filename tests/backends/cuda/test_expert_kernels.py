@@ -108,7 +108,7 @@ def test_products_against_float64(n_rows: int, k: int, dtype: torch.dtype, devic
     torch.testing.assert_close(gated, total + shared.sum(0) * weights[:, k:], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("n_rows", [3, 64])
+@pytest.mark.parametrize("n_rows", [3, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_alone_and_among_others(n_rows: int, dtype: torch.dtype, device: str) -> None:
     """Also if all rows go to the same experts, and whatever the tile."""
     options, gate_up, down = (
@@ -117,6 +117,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others(n_rows: int, dtype: torc
         make(6, 70, 40, dtype, device),
     )
     x, logits = random(n_rows, 70).to(device, dtype), random(1, n_rows, 6).to(device)
+    if n_rows == 64 and dtype == torch.float16 and device == "cpu":
+        pytest.skip("the interpreter takes seconds, and bfloat16 has the same tiles")
 
     def compute(rows: slice, alike: bool, tile: Any = None) -> torch.Tensor:
         ids, weights = choose((logits[:, :1].expand_as(logits) if alike else logits)[:, rows].contiguous(), None, None, options)
@@ -124,7 +126,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(n_rows: int, dtype: torc
         both = gate_up(x[rows].contiguous(), pairs, of_rows=True, dtype=dtype, tile=tile)
         return sum_experts(down(both, pairs, of_rows=False, dtype=torch.float32, tile=tile), ids, weights, 6, None, torch.float32)
 
-    for alike in (False, True):
+    for alike in (False, True) if n_rows == 64 else (False,):
         whole = compute(slice(None), alike)
         for i in {0, n_rows // 2, n_rows - 1}:
             assert torch.equal(compute(slice(i, i + 1), alike)[0], whole[i])
