@@ -12,7 +12,7 @@ from test_exact import bind
 from ngramspec.backends.cpu.recurrent_pool import RecurrentPool, StateShape
 from ngramspec.backends.cpu.recurrent_rows import MOST_NODES, order_depth_first
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.errors import InvalidInputError, OutOfMemoryError, UnsupportedModelError
+from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span
@@ -59,8 +59,6 @@ def test_what_would_divide_or_skip_states_is_refused(engine: Engine) -> None:
         engine.beam_search([1, 2, 3], width=2, max_tokens=2)
     with pytest.raises(UnsupportedModelError, match="first layers"):
         engine.runner.early_exit(1)
-    with pytest.raises(InvalidInputError, match="prefix_cache_path"):
-        Engine(tiny.tiny_model(ARCH), max_model_len=64, prefix_cache_path="/nonexistent")
 
 
 def test_trees_have_no_more_nodes_than_the_log_has_rows() -> None:

@@ -154,7 +154,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         NEMOTRON | {"use_bias": True, "use_conv_bias": False, "mlp_bias": True, "time_step_min": 0.05, "mamba_head_dim": 40, "n_groups": 1},
         [0, 1, 3],
     ),
-    "nemotron_h, experts": ("nemotron_h", NEMOTRON_MOE, [0, 1, 3, 7]),
+    "nemotron_h, experts": ("nemotron_h", NEMOTRON_MOE | {"n_group": 2, "topk_group": 1}, [0, 1, 3, 7]),
 }
 """Name in transformers, options, and the first layer of each kind."""
 COMPILED = (
@@ -328,7 +328,6 @@ def test_one_wrong_layer_is_found(
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": (EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96}, r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention'"),
-    "nemotron_h": (NEMOTRON_MOE | {"n_group": 2}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
     "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
     "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
 }  # fmt: skip
