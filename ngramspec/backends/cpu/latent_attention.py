@@ -136,7 +136,7 @@ def run_latent(part, layer, shared):
     matrices, tables, _, (windows, rotary, form), numbers, functions, (cos, sin), scales, _, _ = model.weights
     (options, fields, norms, all_eps), (made, head_codes, head_scales, latents) = model.latent
     _, _, normed, codes, act_scales, inputs, q, mixed, _, _, _, _, _, _ = model.work
-    i_keys = model.recurrent[1][layer]
+    i_keys = model.variants[1][layer]
     keys, values, m, more = model.pool[0][i_keys], model.pool[1][i_keys], matrices[7 * layer : 7 * layer + 3], fields[i_keys]
     n_heads, query_rank, value_dim, rank, plain = q.shape[1], options[QUERY_RANK], options[VALUE_DIM], options[RANK], options[PLAIN]
     quantise, interleaved, eps, which = functions[QUANTISE], form[INTERLEAVED], all_eps[0], rotary[layer]

@@ -51,7 +51,7 @@ def _make_inputs(part, shared):
     model, p = shared.model, shared.current
     state, ids, n_threads = p.state, p.input_ids, p.tokens.shape[0]
     of_model, tables, _, _, numbers, functions, _, _, _, _ = model.weights
-    _, _, inputs, _, matrices, _, _, of_layers, _ = model.recurrent
+    _, _, inputs, _, matrices, _, _, of_layers, _ = model.variants
     n_layers, n_inputs = of_layers.shape[0] - 1, (inputs.shape[1] - DEPTH) // (of_layers.shape[0] - 1)
     factors, norm = of_layers[n_layers, :INPUT_NORM], of_layers[n_layers, INPUT_NORM : INPUT_NORM + n_inputs]
     normed, codes, act_scales = model.work[2], model.work[3], model.work[4]
@@ -95,7 +95,7 @@ def _run_experts(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
     _, tables, (_, _, post_norms, _), _, numbers, functions, _, _, experts, _ = model.weights
-    _, _, _, _, _, _, all_norms, of_layers, _ = model.recurrent
+    _, _, _, _, _, _, all_norms, of_layers, _ = model.variants
     x, delta, normed, codes, act_scales, summed = model.work[0], model.work[1], model.work[2], model.work[3], model.work[4], model.work[5]
     pairs = model.work[13]
     norms, eps, hidden = all_norms[layer], numbers[EPS], x.shape[1]
@@ -148,7 +148,7 @@ def run_layer_end(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
     _, tables, (_, _, post_norms, _), _, numbers, functions, _, _, experts, _ = model.weights
-    _, _, inputs, _, matrices, _, norms, of_layers, _ = model.recurrent
+    _, _, inputs, _, matrices, _, norms, of_layers, _ = model.variants
     if experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0:
         _run_experts(part, layer, shared)
         return

@@ -128,7 +128,7 @@ class LlamaDecoder:
         mixed = [layer.experts for layer in layers if layer.experts]
         self._n_inputs = 0 if inputs is None else len(inputs.norm)
         varied = any(layer.heads or layer.end for layer in layers)
-        self._recurrent, more = _describe_varied(layers, inputs, self.hidden) if varied else _describe_recurrent(layers, options)
+        self._variants, more = _describe_varied(layers, inputs, self.hidden) if varied else _describe_recurrent(layers, options)
         self._latent = describe_latent(layers, options.latent)
         more += [m for layer in layers if layer.latent for m in (layer.latent.queries, layer.latent.keys) if m is not None]
         self.matrices = [
@@ -277,11 +277,11 @@ class LlamaDecoder:
                 self._matrices, self.context.tables, norms, (self._windows, self._rotary, self.options.form),
                 self.options.numbers, self._functions, self._angles_so_far, self._scales, self._experts, self._sinks,
             )  # fmt: skip
-            which, kv_layers, *of_recurrent = self._recurrent
-            recurrent = which, kv_layers, self._buffers.gates, *of_recurrent, pool.states
+            which, kv_layers, *others = self._variants
+            variants = which, kv_layers, self._buffers.gates, *others, pool.states
             work = *self._buffers.arrays, self._buffers.pairs
             latent = self._latent, self._buffers.heads
-            self._model, self._model_of = make_compiled_model(weights, (pool.all_keys, pool.all_values), work, recurrent, latent), of
+            self._model, self._model_of = make_compiled_model(weights, (pool.all_keys, pool.all_values), work, variants, latent), of
         return self._model
 
     def _ensure_buffers(self, n_rows: int) -> None:

@@ -70,11 +70,12 @@ class CompiledModelType(types.StructRef):
 class CompiledModel(structref.StructRefProxy):
     """A decoder as compiled code sees it, with its KV pool and buffers, in one argument.
 
-    Passing the dozens of arrays one by one would unpack each of them at every call.
+    Passing the dozens of arrays one by one would unpack each of them at every call. `variants` has what layers read that differ from
+    Llama's, recurrent ones or Gemma 4's (`llama_forward`); `latent` what latent attention reads.
     """
 
 
-structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work", "recurrent", "latent"])
+structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work", "variants", "latent"])
 
 
 @structref.register
@@ -349,7 +350,7 @@ def run_thread(thread, shared):
     matrices, tables, all_norms, (windows, rotary, form), numbers, functions, (cos, sin), scales, experts, sinks = model.weights
     norms, head_norms, post_norms, last_norm = all_norms
     all_keys, all_values = model.pool
-    recurrent, kv_layers = model.recurrent[0], model.recurrent[1]
+    recurrent, kv_layers = model.variants[0], model.variants[1]
     x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
     n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
     hidden, eps = x.shape[1], numbers[EPS]

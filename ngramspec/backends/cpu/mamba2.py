@@ -106,7 +106,7 @@ def run_mamba2(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
     m, tables = model.weights[0][7 * layer : 7 * layer + 3], model.weights[1]
-    which, _, _, options, _, conv, rates, _, states = model.recurrent
+    which, _, _, options, _, conv, rates, _, states = model.variants
     normed, codes, act_scales, inputs, mixed = model.work[2], model.work[3], model.work[4], model.work[5], model.work[7]
     i_layer, n_pieces, columns = which[layer], conv.shape[1], np.zeros(3, np.int64)
     for i in range(2):
@@ -132,7 +132,7 @@ def run_mamba2(part, layer, shared):
 def norm_gated_row(r, layer, shared):
     """Multiply the heads' outputs of row r by silu(z), and norm them in groups; nothing to do in layers with attention."""
     model = shared.model
-    which, options, norms = model.recurrent[0], model.recurrent[3], model.recurrent[7]
+    which, options, norms = model.variants[0], model.variants[3], model.variants[7]
     if which[layer] < 0:
         return
     z, row, norm, eps = model.work[5][r], model.work[7][r], norms[which[layer]], model.weights[4][EPS]

@@ -48,7 +48,7 @@ def run_short_conv(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
     m, tables = model.weights[0][7 * layer : 7 * layer + 3], model.weights[1]
-    which, _, _, _, _, conv, _, _, states = model.recurrent
+    which, _, _, _, _, conv, _, _, states = model.variants
     normed, codes, act_scales, inputs, mixed = model.work[2], model.work[3], model.work[4], model.work[5], model.work[7]
     i_layer, n_groups, columns = which[layer], conv.shape[1], np.zeros(3, np.int64)
     for i in range(2):

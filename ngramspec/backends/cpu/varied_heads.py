@@ -52,7 +52,7 @@ def run_varied_attention(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads, positions = p.state, p.input_ids.shape[0], p.tokens.shape[0], p.positions
     matrices, tables, (_, head_norms, _, _), (windows, rotary, _), numbers, functions, (cos, sin), _, _, _ = model.weights
-    fields = model.recurrent[OF_HEADS].reshape(-1, HEAD_FIELDS)
+    fields = model.variants[OF_HEADS].reshape(-1, HEAD_FIELDS)
     n_kv, n_dim, n_projections, n_pairs = fields[layer, N_KV], fields[layer, HEAD_DIM], fields[layer, N_PROJECTIONS], fields[layer, N_PAIRS]
     all_keys, all_values = model.pool
     n_blocks = all_keys.size // fields[fields.shape[0] - 1, KEYS_AT]
@@ -107,7 +107,7 @@ def run_varied_attention(part, layer, shared):
 def copy_heads_row(r, layer, shared):
     """Copy what the heads of row r have attended to from the place of the queries to that of their outputs."""
     model = shared.model
-    row, attended = model.work[7][r], _view_heads(model.work[6], r + 1, model.recurrent[OF_HEADS][layer * HEAD_FIELDS + HEAD_DIM])
+    row, attended = model.work[7][r], _view_heads(model.work[6], r + 1, model.variants[OF_HEADS][layer * HEAD_FIELDS + HEAD_DIM])
     n_heads, n_dim = attended.shape[1], attended.shape[2]
     for h in range(n_heads):
         for d in range(n_dim):
