@@ -4,10 +4,10 @@
 
 Parts: the CUDA tests; the memory's speed; passes by rows; the kernels of a pass; the host's share of a step; what exactness costs; whether
 texts are identical; recorded edits replayed; transformers' own generation; a mixture of experts (`--only moe`): passes, kernels and
-identical texts. Each runs in a process of its own, so that one that fails
-or takes too long is recorded and the others go on. All of them take forty minutes at most; `--share 1/3`, `2/3` and `3/3` are parts that
-fit ten minutes each, and with `--out` the document grows from call to call. Progress goes to standard error, a table and a last line of
-JSON to standard output. Without a device: exit code 2, and what would have been measured. With a part that failed: 1.
+identical texts. Each runs in a process of its own, so that one that fails or takes too long is recorded and the others go on. All of them
+take forty minutes at most; `--share 1/3`, `2/3` and `3/3` are parts that fit ten minutes each, without the mixture, and with `--out` the
+document grows from call to call. Progress goes to standard error, a table and a last line of JSON to standard output. Without a device:
+exit code 2, and what would have been measured. With a part that failed: 1.
 """
 
 from __future__ import annotations

@@ -179,30 +179,38 @@ class PrefixStore:
 
         Where layers keep a state, these are the blocks up to the last one after which there is a state, and that state.
         """
-        state = None
-        if self.folder.state_bytes:
-            hashes, state = self._find_state(hashes)
+        if not self.folder.state_bytes:
+            self._restore_blocks(hashes)
+            return
+        known = sum(
+            1 for _ in itertools.takewhile(lambda each: each in self.pool.block_of or self.folder.has_file(name_block(each)), hashes)
+        )
+        for n in range(known, 0, -1):
+            digest = hashes[n - 1]
+            if not (self.pool.has_state(digest) or self.folder.has_file(name_state(digest))):
+                continue
+            if not self._restore_blocks(hashes[:n]) or self._restore_state(digest):
+                return
+
+    def _restore_blocks(self, hashes: Sequence[bytes]) -> bool:
+        """Return whether all of these blocks are in the pool now."""
         for n, digest in enumerate(hashes):
             if digest in self.pool.block_of:
                 self.pool.touch(digest)
                 continue
             if self.pool.n_available <= n or (body := self.folder.read(name_block(digest))) is None:
-                return
+                return False
             self.pool.write_block(self.pool.adopt(digest), body)
-        if state is not None:
-            self.pool.write_state(hashes[-1], state)
+        return True
 
-    def _find_state(self, hashes: Sequence[bytes]) -> tuple[Sequence[bytes], bytes | None]:
-        """Return the blocks after the last of which there is a state, and that state if only the folder has it."""
-        known = sum(
-            1 for _ in itertools.takewhile(lambda each: each in self.pool.block_of or self.folder.has_file(name_block(each)), hashes)
-        )
-        for n in range(known, 0, -1):
-            if self.pool.has_state(hashes[n - 1]):
-                return hashes[:n], None
-            if self.folder.has_file(name := name_state(hashes[n - 1])) and (body := self.folder.read(name)) is not None:
-                return hashes[:n], body
-        return [], None
+    def _restore_state(self, digest: bytes) -> bool:
+        """Return whether the state after this block is in the pool or was whole in the folder."""
+        if self.pool.has_state(digest):
+            return True
+        if (body := self.folder.read(name_state(digest))) is None:
+            return False
+        self.pool.write_state(digest, body)
+        return True
 
     def note_request(self, hashes: Sequence[bytes], n_reused: int) -> None:
         """Remember the blocks of a request that ends, of which it reused the first `n_reused`, if they are worth a file."""

@@ -13,7 +13,8 @@ import tiny
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError
-from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STALE_S
+from ngramspec.kv_cache.blocks import BlockHashes
+from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STALE_S, STATE_SUFFIX
 from ngramspec.outputs import BLOCK, Completion
 from ngramspec.sampling_params import SamplingParams
 
@@ -70,6 +71,24 @@ def test_states_are_kept_with_the_blocks(tmp_path: Path, arch: str) -> None:
         path.write_bytes(path.read_bytes()[:-1])
     damaged = complete(tmp_path, LONG, arch)
     assert (damaged.cached_tokens, damaged.token_ids) == (0, first.token_ids)
+
+
+def test_a_prompt_that_has_to_wait_does_not_read_its_state_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete(tmp_path, LONG, "qwen3_5_text")
+    hashes, read = BlockHashes("", np.array(LONG, np.int32)).hashes, list[str]()
+    with build(tmp_path, "qwen3_5_text") as engine:
+        pool, prefixes = engine.runner.pool, engine.core.prefixes
+        assert prefixes is not None
+        folder = prefixes.folder
+        monkeypatch.setattr(folder, "read", lambda name, original=folder.read: read.append(Path(name).suffix) or original(name))
+        with monkeypatch.context() as full_pool:
+            full_pool.setattr(type(pool), "n_available", 0)
+            prefixes.restore(hashes)
+        assert STATE_SUFFIX not in read
+        prefixes.restore(hashes)
+        prefixes.restore(hashes)
+        assert read.count(STATE_SUFFIX) == 1
+        assert pool.has_state(hashes[full(LONG) // BLOCK - 1])
 
 
 def test_other_tenants_and_other_models_find_nothing(tmp_path: Path) -> None:
