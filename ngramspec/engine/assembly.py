@@ -359,8 +359,9 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     block = pool.read_block(int(pool.tables[slot, 0]))
     if runner.is_recurrent:
         pool.register(slot, [_TRIAL])
-        state = pool.read_state(_TRIAL) or b""
     pool.release(slot)
+    if runner.is_recurrent:
+        state = pool.read_state(_TRIAL) or b""
     model = hashlib.sha256(block + state + start_cache.digest_code().encode()).hexdigest()[:32]
     root = Path(config.prefix_cache_path).expanduser()
     folder = PrefixFolder(root, model, len(block), len(state), config.prefix_cache_size)

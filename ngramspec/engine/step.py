@@ -113,12 +113,12 @@ class Core:
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, waiting or running; its blocks are free when this returns."""
-        if self.prefixes is not None and seq.slot >= 0 and seq.block_hashes is not None:
-            n_registered = self.runner.pool.registered[seq.slot]
-            self.prefixes.note_request(seq.block_hashes.hashes[:n_registered], seq.n_cached // BLOCK)
+        n_registered = self.runner.pool.registered[seq.slot] if seq.slot >= 0 else 0
         slot = self.scheduler.remove(seq)
         if slot >= 0:
             self.speculator.end(slot)
+        if self.prefixes is not None and n_registered and seq.block_hashes is not None:  # what releasing the slot has kept is there now
+            self.prefixes.note_request(seq.block_hashes.hashes[:n_registered], seq.n_cached // BLOCK)
         self._observers.end(seq)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None, interrupt: np.ndarray | None = None) -> list[Sequence]:

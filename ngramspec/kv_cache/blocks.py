@@ -55,7 +55,8 @@ class BlockTables:
         self.free = list(range(n_blocks - 1, -1, -1))  # held by nobody, contents unknown
         self.cached: dict[int, None] = {}  # held by nobody, contents known, in the order of eviction
         self.ref_counts = [0] * n_blocks  # sequences that hold the block
-        self._hashes: list[bytes | None] = [None] * n_blocks
+        self.hash_of: list[bytes | None] = [None] * n_blocks
+        """Hash of each block; None if it is not registered."""
         self.block_of: dict[bytes, int] = {}  # registered blocks by their hash
 
     @property
@@ -150,16 +151,16 @@ class BlockTables:
         """Forget the contents of the least recently used block that nobody holds, and return it."""
         block = next(iter(self.cached))
         del self.cached[block]
-        digest = self._hashes[block]
+        digest = self.hash_of[block]
         assert digest is not None
         del self.block_of[digest]
-        self._hashes[block] = None
+        self.hash_of[block] = None
         return block
 
     def adopt(self, digest: bytes) -> int:
         """Register a block that nobody holds under a hash that no block has, and return it: the caller writes its contents."""
         block = self.free.pop() if self.free else self.evict()
-        self._hashes[block] = digest
+        self.hash_of[block] = digest
         self.block_of[digest] = block
         self.cached[block] = None
         return block
@@ -180,7 +181,7 @@ class BlockTables:
             mine = int(self.tables[slot, i])
             block = self.block_of.setdefault(hashes[i], mine)
             if block == mine:
-                self._hashes[mine] = hashes[i]
+                self.hash_of[mine] = hashes[i]
             else:
                 self.cached.pop(block, None)
                 self.ref_counts[block] += 1
@@ -208,7 +209,7 @@ class BlockTables:
     def _release_block(self, block: int) -> None:
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
-            if self._hashes[block] is None:
+            if self.hash_of[block] is None:
                 self.free.append(block)
             else:
                 self.cached[block] = None
@@ -225,15 +226,15 @@ class BlockTables:
             assert 0 <= self.registered[slot] <= len(blocks) == len(set(blocks)), "more is registered than held, or a block is held twice"
             for i, block in enumerate(blocks):
                 holders[block] += 1
-                assert (self._hashes[block] is not None) == (i < self.registered[slot]), "registered blocks are a sequence's first ones"
+                assert (self.hash_of[block] is not None) == (i < self.registered[slot]), "registered blocks are a sequence's first ones"
         assert holders == self.ref_counts, "a block is not held as often as it is counted"
         idle = [block for block, n in enumerate(holders) if n == 0]
         assert sorted([*self.free, *self.cached]) == idle, "a block is lost, or free and held"
-        assert all(n == 1 or digest is not None for n, digest in zip(holders, self._hashes, strict=True) if n), (
+        assert all(n == 1 or digest is not None for n, digest in zip(holders, self.hash_of, strict=True) if n), (
             "an unregistered block is shared"
         )
-        assert all(self._hashes[block] is None for block in self.free), "a free block has a hash"
-        assert {digest: block for block, digest in enumerate(self._hashes) if digest is not None} == self.block_of, (
+        assert all(self.hash_of[block] is None for block in self.free), "a free block has a hash"
+        assert {digest: block for block, digest in enumerate(self.hash_of) if digest is not None} == self.block_of, (
             "hashes and blocks differ"
         )
-        assert all(self._hashes[block] is not None for block in self.cached), "a block without a hash is kept"
+        assert all(self.hash_of[block] is not None for block in self.cached), "a block without a hash is kept"

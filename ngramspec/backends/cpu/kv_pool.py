@@ -14,6 +14,7 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import OutOfMemoryError
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
+from ngramspec.sampling.batch import Span
 
 
 @njit(cache=True, nogil=True)
@@ -112,6 +113,12 @@ class KVPool(BlockTables):
             keys[b, :, :, j] = keys[a, :, :, i]
             values[b, :, j] = values[a, :, i]
         return True
+
+    def check_positions(self, spans: Sequence[Span]) -> None:
+        """Check that sequences can be continued where their rows begin, which matters where layers keep a state."""
+
+    def forget_copies(self) -> None:
+        """Forget what a pass has copied of states, after one that failed."""
 
     def commit(self, slot: int, start: int, path: np.ndarray) -> None:
         """Keep a path: the KV at positions path [n] moves to start, start + 1, …; `path` rises, path[i] >= start + i."""

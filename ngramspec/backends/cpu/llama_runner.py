@@ -232,9 +232,12 @@ class LlamaRunner(Runner):
             self.cost_rows = tuple(n for n in self.cost_rows if n <= MOST_NODES)
 
     def forward(self, batch: Batch) -> HostOutput:
-        if isinstance(self.pool, RecurrentPool):
-            self.pool.check_positions(batch.spans)
-        return self._run_layers(batch, 0, self.n_layers)
+        self.pool.check_positions(batch.spans)
+        try:
+            return self._run_layers(batch, 0, self.n_layers)
+        except BaseException:
+            self.pool.forget_copies()
+            raise
 
     @property
     def n_layers(self) -> int:

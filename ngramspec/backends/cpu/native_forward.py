@@ -23,7 +23,11 @@ class NativeLlamaForward:
 
     def run(self) -> None:
         assert self._model is not None
-        self.decoder.run_pass(self.n_threads, self._model, self.inputs)
+        try:
+            self.decoder.run_pass(self.n_threads, self._model, self.inputs)
+        except BaseException:
+            self._pool.forget_copies()
+            raise
 
     def keep_paths(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> None:
         self._pool.move(slots, starts, ends, positions)

@@ -2,8 +2,9 @@
 
 A sequence's state is the one after the last known row of its last pass, and the log has the inputs of that pass's draft rows, which the
 next pass replays as far as they were accepted (`recurrent_rows`). `commit` moves log rows as it moves keys and values. A block of the
-prefix cache can be continued from if there is a snapshot of the state at its end: one is kept per prompt, at its last full block. The
-module knows positions and bytes, nothing of what a state means.
+prefix cache can be continued from if there is a snapshot of the state at its end. A pass copies the state of a sequence at the end of the
+last block that it completes: while a prompt is computed, every copy becomes a snapshot, of the tokens after it the last one does, when the
+sequence gives its slot back. The module knows positions and bytes, nothing of what a state means.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class RecurrentPool(KVPool):
             self.at = np.zeros((max_seqs, shape.n_layers), np.int64)
             """Position after the last row of the state in a slot, by layer."""
             self.kept_at = np.zeros((max_seqs, shape.n_layers), np.int64)
+            """Position after the last row of the copy of a slot's state, by layer; 0 if there is none."""
             self.state, self.tails = np.zeros((max_seqs, *shape.state), np.float32), np.zeros((max_seqs, *shape.tails), np.float32)
             self.kept_state, self.kept_tails = np.zeros_like(self.state), np.zeros_like(self.tails)
             self.log = np.zeros((max_seqs, shape.n_layers, MOST_NODES, shape.n_groups, shape.n_inputs), np.float32)
@@ -87,6 +89,7 @@ class RecurrentPool(KVPool):
         except MemoryError as e:
             raise OutOfMemoryError(f"states of {max_seqs} sequences ({max_seqs * shape.state_bytes >> 20} MiB) do not fit in memory") from e
         self._table = SnapshotTable(n_snapshots)
+        self._n_known = np.zeros(max_seqs, np.int64)  # tokens of a slot's sequence when it was admitted
 
     @property
     def states(self) -> tuple[np.ndarray, ...]:
@@ -107,6 +110,7 @@ class RecurrentPool(KVPool):
         """Admit a sequence as block tables do, with a prefix that ends where a snapshot of the state is."""
         n = self._table.count_blocks(hashes[: self.count_blocks(n_positions)], self.block_of)
         taken = super().admit(slot, hashes[:n], n_positions)
+        self._n_known[slot] = n_positions
         if taken > 0:
             i = self._table.use(hashes[taken - 1])
             self.state[slot], self.tails[slot] = self._snapshots[0][i], self._snapshots[1][i]
@@ -115,11 +119,24 @@ class RecurrentPool(KVPool):
 
     def register(self, slot: int, hashes: Sequence[bytes]) -> None:
         super().register(slot, hashes)
+        if self.kept_at[slot, 0] <= self._n_known[slot]:
+            self._keep_snapshot(slot)
+
+    def _keep_snapshot(self, slot: int) -> None:
+        """Let the copy of a slot's state be a snapshot, if the block that it follows is registered and has none."""
         n = int(self.kept_at[slot, 0]) // BLOCK
-        if 0 < n <= len(hashes) and hashes[n - 1] not in self._table and (i := self._table.take_number()) >= 0:
-            self._table.add(hashes[n - 1], i)
+        if not 0 < n <= self.registered[slot]:
+            return
+        digest = self.hash_of[self.tables[slot, n - 1]]
+        assert digest is not None
+        if digest not in self._table and (i := self._table.take_number()) >= 0:
+            self._table.add(digest, i)
             self._snapshots[0][i], self._snapshots[1][i] = self.kept_state[slot], self.kept_tails[slot]
-            self.kept_at[slot] = 0
+        self.kept_at[slot] = 0
+
+    def forget_copies(self) -> None:
+        """Forget the copies of states after a pass that failed, which may have written parts of them."""
+        self.kept_at[:] = 0
 
     def has_state(self, digest: bytes) -> bool:
         return digest in self._table
@@ -137,6 +154,7 @@ class RecurrentPool(KVPool):
         self._table.add(digest, i)
 
     def release(self, slot: int) -> None:
+        self._keep_snapshot(slot)
         super().release(slot)
         self.at[slot] = self.kept_at[slot] = 0
 

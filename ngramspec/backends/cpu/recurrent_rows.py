@@ -70,8 +70,8 @@ def plan_rows(p, span, at):
     `span`: the sequence's first row, the row of its last known token, and its last row + 1.
 
     Return the position of the first row; the number of replayed rows, that of replayed and known rows, and that of rows after which the
-    prefix cache keeps the state, or -1; the largest depth in the draft tree; rows [n] in order, -1 for replayed ones; depths [n] in the
-    tree, 0 for other rows.
+    state is copied, at most 0 if no block becomes full; the largest depth in the draft tree; rows [n] in order, -1 for replayed ones;
+    depths [n] in the tree, 0 for other rows.
     """
     first, root, end = span
     start, n_known, n_nodes = np.int64(p.positions[first]), root + 1 - first, end - root - 1
@@ -82,8 +82,7 @@ def plan_rows(p, span, at):
         order[n_replayed + i] = first + i
     deepest = order_depth_first(p.parents, root, end, order[n_certain:], depths[n_certain:])
     boundary = (start + n_known) // BLOCK * BLOCK
-    n_to_boundary = n_replayed + boundary - start if n_known > 1 and boundary > start else np.int64(-1)
-    return start, (n_replayed, n_certain, n_to_boundary), deepest, order, depths
+    return start, (n_replayed, n_certain, n_replayed + boundary - start), deepest, order, depths
 
 
 @njit(cache=True, nogil=True)
@@ -130,11 +129,12 @@ def convolve_rows(group, i_layer, inputs, plan, span, taps, states, slot, out):
 
 @njit(cache=True, nogil=True)
 def note_positions(p, i_layer, slots, states):
-    """Write down where a layer's states are after the pass; every thread may, and writes the same."""
+    """Write down where a layer's states are after the pass. Every thread may: later ones find that nothing is left to write."""
     first, at, kept_at = np.int64(0), states[0], states[5]
     for b in range(slots.shape[0]):
         start, end = np.int64(p.positions[first]), np.int64(p.positions[p.roots[b]]) + 1
-        at[slots[b], i_layer] = end
-        if end - start > 1 and end // BLOCK * BLOCK > start:
+        before = at[slots[b], i_layer] if start > 0 else np.int64(0)
+        if end // BLOCK * BLOCK > before:
             kept_at[slots[b], i_layer] = end // BLOCK * BLOCK
+        at[slots[b], i_layer] = end
         first = np.int64(p.ends[b])

@@ -43,3 +43,22 @@ def check_states_are_kept(model: Any) -> None:
     with Engine(model, max_model_len=64, max_seqs=64, kv_memory=64 << 20) as engine:
         assert sum(each.cached_tokens for each in engine.complete(prompts, params)) == 0
         assert [each.cached_tokens for each in engine.complete(prompts, params)] == [32] * 70
+
+
+def check_own_text_is_kept(model: Any, prediction: bool) -> None:
+    """Go on after a text that the model wrote, with few drafts or many: the state near its end must be there, and be the right one."""
+    prompt, params, short = (
+        [7, *range(50, 90)],
+        SamplingParams(max_tokens=120, ignore_eos=True),
+        SamplingParams(max_tokens=40, ignore_eos=True),
+    )
+    with Engine(model, max_model_len=250, kv_memory=64 << 20) as engine:
+        engine.core.cost = tiny.FreeRows()
+        text = engine.complete(prompt, params, speculation=False, prefix_cache=False).token_ids
+        first = engine.complete(prompt, params, prediction=text if prediction else None)
+        assert first.token_ids == text
+        for n in (120, 80):  # of the second one, the state after the prompt is all that is there
+            turn = [*prompt, *text[:n], 3, 1]
+            again, alone = engine.complete(turn, short), engine.complete(turn, short, prefix_cache=False)
+            assert again.token_ids == alone.token_ids
+            assert again.cached_tokens == 32 if n == 80 else again.cached_tokens > len(prompt) + n - 96

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import tiny
+from recurrent_texts import check_own_text_is_kept
 from test_exact import bind
 
 from ngramspec.backends.cpu.recurrent_pool import RecurrentPool, StateShape
@@ -52,6 +53,11 @@ def test_drafts_of_ngrams_change_no_token(engine: Engine, temperature: float) ->
     got = engine.complete(prompts, params)
     assert [each.token_ids for each in got] == expected
     assert sum(each.stats.accepted for each in got) > 10
+
+
+@pytest.mark.parametrize("prediction", [False, True])
+def test_the_state_after_written_text_is_kept(prediction: bool) -> None:
+    check_own_text_is_kept(tiny.tiny_model(ARCH), prediction)
 
 
 def test_what_would_divide_or_skip_states_is_refused(engine: Engine) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import tiny_architectures
 import torch
-from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_states_are_kept
+from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_own_text_is_kept, check_states_are_kept
 from transformers import PreTrainedModel
 
 from ngramspec.backends.cpu.llama_layers import ShortConvOptions
@@ -112,3 +112,7 @@ def test_a_config_without_bounds_of_dt_is_refused() -> None:
 
 def test_states_of_many_prompts_are_kept() -> None:
     check_states_are_kept(tiny.tiny_model("granitemoehybrid"))
+
+
+def test_the_state_after_drafted_text_is_kept() -> None:
+    check_own_text_is_kept(tiny.tiny_model("granitemoehybrid"), prediction=True)

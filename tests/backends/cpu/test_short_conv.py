@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_states_are_kept
+from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_own_text_is_kept, check_states_are_kept
 
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
@@ -56,3 +56,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
 
 def test_small_states_of_many_prompts_are_kept() -> None:
     check_states_are_kept(tiny.tiny_model("lfm2"))
+
+
+def test_the_small_state_after_written_text_is_kept() -> None:
+    check_own_text_is_kept(tiny.tiny_model("lfm2"), prediction=False)
