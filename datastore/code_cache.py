@@ -117,7 +117,8 @@ class CodeCache(NullCache):
 
     The digest covers numba's version, the function's source file and the code of all that it calls as well, so that code of another version
     is not even unpickled.
-    Saving a variant removes the function's files of earlier versions, so that edits do not pile up machine code.
+    Saving a variant removes the function's files of earlier versions, wherever in the module it was, so that edits and upgrades do not pile
+    up machine code.
     """
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
@@ -192,7 +193,8 @@ class CodeCache(NullCache):
         return any(path.name.startswith(self._name) for path in self._find_files())
 
     def _find_files(self) -> Iterator[Path]:
-        return self._folder.glob(f"{glob.escape(self._impl.filename_base)}.*{SUFFIX}")
+        name, _, line = self._impl.filename_base.rpartition("-")  # "module.function-116.py311": its first line, and Python's version
+        return self._folder.glob(f"{glob.escape(name)}-*.{line.partition('.')[2]}.*{SUFFIX}")
 
     def _make_path(self, key: Any) -> Path:
         return self._folder / f"{self._name}{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}{SUFFIX}"

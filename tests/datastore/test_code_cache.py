@@ -169,6 +169,10 @@ def test_versions_of_a_function_leave_no_more_files_than_numba_leaves(load: Call
     assert ours == numbas == 1
 
 
+def test_a_function_that_moves_leaves_no_files_behind(load: Callable[[], ModuleType]) -> None:
+    assert _count_files(load, [SOURCE, "\n" + SOURCE, "\n\n" + SOURCE], lambda source: source) == 1
+
+
 HOST = """
 import sys
 import numba, numba.core.caching as caching
