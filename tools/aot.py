@@ -23,7 +23,6 @@ class CompiledKernel:
     name: str
     ptx: str
     ttgir: str
-    sass: str
     n_regs: int
     """Registers of a thread."""
     n_spills: int
@@ -90,7 +89,6 @@ def compile_kernel(
         fn.__name__,
         kernel.asm["ptx"],
         kernel.asm["ttgir"],
-        _tool("nvdisasm", kernel.asm["cubin"], "-c"),
         regs,
         spills,
         kernel.metadata.shared + static,

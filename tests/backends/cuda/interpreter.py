@@ -4,11 +4,15 @@
 and its column (the interpreter leaves the order to BLAS, which chooses by shape, and takes bfloat16 for integers); float32
 becomes bfloat16 by rounding to nearest even instead of cutting; a scalar condition spreads over a block as a condition.
 
-Nearly half of its time goes into replacing the language's functions at every call of every kernel: here they are replaced once.
+Most of its time goes into bookkeeping, of which it does less here: the language's functions are replaced once instead of at every call of
+every kernel; types of blocks, and shapes of tensors, are made once; operands of one type are not converted; integers that overflow wrap, as
+they do on the device, and are not looked for.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +22,7 @@ from triton import language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ngramspec.backends.cuda import quantised
+from ngramspec.backends.cuda import gpu_sampler, quantised
 
 
 def correct() -> None:
@@ -47,7 +51,9 @@ def correct() -> None:
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_splat = create_splat
     _replace_once()
+    _keep_types()
     quantised.ROWS_PER_PROGRAM = 512
+    gpu_sampler.SamplerWorkspace.__init__.__kwdefaults__.update(chunk=64, tile=256, listed=64)  # its models have that many tokens
 
 
 @numba.njit
@@ -75,6 +81,58 @@ def _replace_once() -> None:
         return known[scalar.name]
 
     triton_interpreter._get_np_dtype = np_dtype
+
+
+def _keep_types() -> None:
+    """Make every type of a block once, so that tensors of one type are known by it, and convert no operands that need none."""
+    semantic, tensor, core = triton_interpreter.interpreter_semantic, tl.tensor, tl.core
+    blocks, shapes = dict[tuple[Any, ...], tl.block_type](), dict[int, tuple[Any, ...]]()
+    init_block, equals, unwrap = tl.block_type.__init__, tl.dtype.__eq__, core._unwrap_if_constexpr
+    check_operands, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    numbers = {"int32": (int, np.int32), "int64": (int, np.int64), "fp32": (float, np.float32)}  # Python's that a tensor takes as they are
+
+    def new_block(cls: type, element_ty: Any, shape: Any) -> tl.block_type:
+        key = element_ty.name, *map(unwrap, shape)
+        if key not in blocks:
+            blocks[key] = object.__new__(cls)
+        return blocks[key]
+
+    def init_block_once(self: tl.block_type, element_ty: Any, shape: Any) -> None:
+        if "numel" not in vars(self):
+            init_block(self, element_ty, shape)
+
+    def init_tensor(self: tl.tensor, handle: TensorHandle, kind: Any) -> None:
+        if id(kind) not in shapes:
+            sizes = [*kind.shape] if kind.is_block() else []
+            shapes[id(kind)] = tl.constexpr(math.prod(sizes)), core.tuple([tl.constexpr(size) for size in sizes]), kind
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape, _ = shapes[id(kind)]
+
+    def make_constant(like: tl.tensor, number: Any) -> tl.tensor | None:
+        """A number beside a tensor: numpy spreads it."""
+        kind, dtype = numbers.get(like.dtype.name, (None, None))
+        if type(number) is not kind or (kind is int and not -(2**31) <= number < 2**31):
+            return None
+        return tensor(TensorHandle(np.array([number], dtype), like.dtype), like.type)
+
+    def check_two_operands(lhs: Any, rhs: Any, *rules: Any, **more: Any) -> tuple[Any, Any]:
+        if not isinstance(lhs, tensor):
+            constant = make_constant(rhs, lhs) if isinstance(rhs, tensor) else None
+            return (constant, rhs) if constant is not None else check_operands(lhs, rhs, *rules, **more)
+        if not isinstance(rhs, tensor):
+            constant = make_constant(lhs, rhs)
+            return (lhs, constant) if constant is not None else check_operands(lhs, rhs, *rules, **more)
+        if lhs.type is rhs.type and lhs.dtype.name in numbers:
+            return lhs, rhs
+        return check_operands(lhs, rhs, *rules, **more)
+
+    tl.block_type.__new__, tl.block_type.__init__ = new_block, init_block_once
+    tensor.__init__, TensorHandle.__post_init__ = init_tensor, lambda self: None
+    tl.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
+    core._unwrap_if_constexpr = lambda o: o if type(o) is tensor else unwrap(o)
+    semantic.binary_op_type_checking_impl = check_two_operands
+    semantic.broadcast_impl_value = lambda lhs, rhs: (lhs, rhs) if lhs.type is rhs.type else broadcast(lhs, rhs)
+    semantic.builder.options = replace(semantic.builder.options, sanitize_overflow=False)
 
 
 def _widened(bfloat16: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aot import check_limits, compile_kernel, run_aot
+from aot import check_limits, compile_kernel
 
 from ngramspec.backends.cuda import gpu_sampler
 from ngramspec.backends.cuda.gpu_sampler import SamplerWorkspace, SamplingArrays
@@ -207,28 +207,16 @@ TYPES = {
 }  # fmt: skip
 
 
-def compiled(capability: int) -> None:
+def compiled() -> None:
     sizes = {"CHUNK": gpu_sampler.CHUNK, "TILE": gpu_sampler.TILE, "LISTED": gpu_sampler.LISTED, "CHUNKS": 64, "WIDE": 512, "K": K}
-    for kernel, num_warps in ((gpu_sampler._best, 4), (gpu_sampler._sums, 4), (gpu_sampler._finish, 16), (gpu_sampler._candidates, 4)):
-        constants = {name: size for name, size in (sizes | {"CANDIDATES": True, "SCORES": True}).items() if name in kernel.arg_names}
-        types = {name: TYPES[name] for name in kernel.arg_names if name not in constants}
-        made = compile_kernel(kernel, types, constants, capability=capability, num_warps=num_warps)
-        check_limits(made, capability)
-        # Divisions are exact, numbers near zero stay, and nothing but what is written as fma is one: 9 for each weight.
-        assert made.count(r"div\.(full|approx)|(div|mul|add|sub|fma)\.rn\.ftz") == 0
-        assert made.count(r"\bfma\.rn\.f32") == 9 * made.count(r"\bdiv\.rn\.f32")
-    types = {name: TYPES[name if name != "stride" else "stride_"] for name in gpu_sampler._walk.arg_names if name != "BLOCK"}
-    check_limits(compile_kernel(gpu_sampler._walk, types, {"BLOCK": 128}, capability=capability, num_warps=1), capability)
-
-
-def compiled_90() -> None:
-    compiled(90)
-
-
-def compiled_80() -> None:
-    compiled(80)
-
-
-@pytest.mark.parametrize("function", ["compiled_90", "compiled_80"])
-def test_compiles_for_devices(function: str) -> None:
-    run_aot(__file__, function)
+    walk = {name: TYPES[name if name != "stride" else "stride_"] for name in gpu_sampler._walk.arg_names if name != "BLOCK"}
+    for capability in (90, 80):
+        for kernel, num_warps in ((gpu_sampler._best, 4), (gpu_sampler._sums, 4), (gpu_sampler._finish, 16), (gpu_sampler._candidates, 4)):
+            constants = {name: size for name, size in (sizes | {"CANDIDATES": True, "SCORES": True}).items() if name in kernel.arg_names}
+            types = {name: TYPES[name] for name in kernel.arg_names if name not in constants}
+            made = compile_kernel(kernel, types, constants, capability=capability, num_warps=num_warps)
+            check_limits(made, capability)
+            # Divisions are exact, numbers near zero stay, and nothing but what is written as fma is one: 9 for each weight.
+            assert made.count(r"div\.(full|approx)|(div|mul|add|sub|fma)\.rn\.ftz") == 0
+            assert made.count(r"\bfma\.rn\.f32") == 9 * made.count(r"\bdiv\.rn\.f32")
+        check_limits(compile_kernel(gpu_sampler._walk, walk, {"BLOCK": 128}, capability=capability, num_warps=1), capability)

@@ -34,6 +34,9 @@ HYBRID: dict[str, Any] = {
 }  # fmt: skip
 
 
+N_NODES = 6
+
+
 def bind(device: str, dtype: torch.dtype = torch.float32, **options: Any) -> CudaRunner:
     model = small.make_model("qwen3_5_text", **HYBRID | small.NARROW).to(device, dtype)
     return CudaRunner(model, **({"max_len": 64, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 22, "max_depth": 9} | options))
@@ -119,16 +122,16 @@ def test_a_path_that_is_not_replayed_is_found(device: str, monkeypatch: pytest.M
 def test_random_trees_have_the_logits_of_their_paths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trees in a pass beside a prompt, after a pass of which a part was accepted, against each path as a prompt."""
     small.take_on_trust(monkeypatch)
-    runner, rng = bind(device, max_len=96, max_rows=64), np.random.default_rng(2)
-    texts = [rng.integers(0, small.VOCAB, n).astype(np.int32) for n in (3, 7)]
-    first, second = ([make_tree(rng, 7) for _ in texts] for _ in range(2))
+    runner, rng = bind(device, max_len=96, max_rows=32), np.random.default_rng(2)
+    texts = [rng.integers(0, small.VOCAB, n).astype(np.int32) for n in (2, 5)]
+    first, second = ([make_tree(rng, N_NODES) for _ in texts] for _ in range(2))
     slots = [runner.slot_for_tests(60) for _ in range(3)]
     for slot, text in zip(slots, texts, strict=False):
         runner.run([Span(slot, text[:-1], 0, logits=0)])
     batch = pack([Span(slot, text[-1:], len(text) - 1, tree) for slot, text, tree in zip(slots, texts, first, strict=False)], runner.pool)
     output = runner.forward(batch)
     for b, tree in enumerate(first):
-        path = [6]  # it is as if the last node were accepted
+        path = [N_NODES - 1]  # it is as if the last node were accepted
         while tree.parents[path[0]] >= 0:
             path.insert(0, int(tree.parents[path[0]]))
         output.commit([(b, len(texts[b]), len(texts[b]) + np.array(path))])
@@ -136,13 +139,13 @@ def test_random_trees_have_the_logits_of_their_paths(device: str, monkeypatch: p
     spans = [Span(slots[b], texts[b][-1:], len(texts[b]) - 1, second[b]) for b in range(2)]
     logits = runner.run([Span(slots[2], texts[1], 0), *spans])[1:]
     for b, tree in enumerate(second):
-        for node in sorted(set(range(7)) - set(tree.parents.tolist())):
+        for node in sorted(set(range(N_NODES)) - set(tree.parents.tolist())):
             path, at = [], node
             while at >= 0:
                 path.insert(0, int(tree.tokens[at]))
                 at = int(tree.parents[at])
             (alone,) = runner.run([Span(slots[2], np.concatenate([texts[b], np.array(path, np.int32)]), 0)])
-            assert torch.equal(alone, logits[8 * b + 1 + node]), (b, node)
+            assert torch.equal(alone, logits[(1 + N_NODES) * b + 1 + node]), (b, node)
 
 
 def make_pool(n_snapshots: int) -> CudaRecurrentPool:
@@ -224,7 +227,7 @@ def on_device(device: str) -> Iterator[Engine]:
 
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(5)
-    return [np.tile(rng.integers(3, small.VOCAB, 5), 8)[: 9 + 12 * i].tolist() for i in range(3)]
+    return [np.tile(rng.integers(3, small.VOCAB, 5), 8)[:n].tolist() for n in (5, 9, BLOCK + 1)]
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -237,7 +240,7 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
     ids=["greedy", "sampled"],
 )
 def test_neither_drafts_nor_mates_nor_prefixes_change_a_token(on_device: Engine, params: dict[str, Any]) -> None:
-    how = SamplingParams(max_tokens=5, ignore_eos=True, **params)
+    how = SamplingParams(max_tokens=4, ignore_eos=True, **params)
     plain = [on_device.complete(prompt, how, speculation=False, prefix_cache=False) for prompt in prompts()]
     together = on_device.complete(prompts(), how, prediction=plain[2].token_ids)
     again = on_device.complete(prompts()[2], how, prediction=plain[2].token_ids)

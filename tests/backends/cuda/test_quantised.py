@@ -63,10 +63,11 @@ def test_products_have_the_bits_of_dequantised_weights(kind: str, dtype: torch.d
 
 @pytest.mark.parametrize("n_in", [32, 96, 160, 1184])
 def test_columns_that_fill_no_tile(n_in: int, dtype: torch.dtype, device: str) -> None:
-    for kind in ("Q4_0", "Q5_1", "Q8_0"):
-        raw = blocks(kind, 67, n_in)
-        product = CudaQuantisedProduct([pack(kind, torch.from_numpy(raw).to(device))], None, dtype, n_sms=4)
-        same(product, torch.from_numpy(dequantise(kind, raw)).to(device), (3, 17))
+    """Where a tile ends depends on columns and dtype; formats take turns."""
+    kind = ("Q4_0", "Q5_1", "Q8_0")[(n_in // 32 + dtype.itemsize) % 3]
+    raw = blocks(kind, 67, n_in)
+    product = CudaQuantisedProduct([pack(kind, torch.from_numpy(raw).to(device))], None, dtype, n_sms=4)
+    same(product, torch.from_numpy(dequantise(kind, raw)).to(device), (3, 17))
 
 
 def test_weights_of_several_formats_are_one_product(device: str) -> None:

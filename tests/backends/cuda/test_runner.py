@@ -63,7 +63,7 @@ def test_the_models_own_modules(arch: str, device: str, monkeypatch: pytest.Monk
     """With our attention and products. On the CPU torch's own operations depend on where in memory a number stands: no proof there."""
     if device == "cpu":
         monkeypatch.setattr(CudaRunner, "self_test", lambda self: False)
-    runner = bind(arch, torch.float32, device)
+    runner = bind(arch, torch.float32, device, narrow=arch != "gpt2", n_layers=1 + (arch == "gemma2"))
     assert isinstance(runner._decoder, ModulesDecoder)
     assert runner.exactness == ("numerical" if device == "cpu" else "bitwise")
 
@@ -129,7 +129,7 @@ def test_engines_of_these_tests_ask_for_the_device(monkeypatch: pytest.MonkeyPat
 
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(5)
-    return [np.tile(rng.integers(3, VOCAB, 5), 4)[: 9 + 4 * i].tolist() for i in range(2)]
+    return [np.tile(rng.integers(3, VOCAB, 5), 4)[: 7 + 4 * i].tolist() for i in range(2)]
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -139,9 +139,9 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(max_tokens=7, temperature=0, ignore_eos=True),
-        SamplingParams(max_tokens=7, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 3, ignore_eos=True),
-        SamplingParams(max_tokens=8, temperature=0.7, repetition_penalty=1.3, logprobs=1, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 3, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0.7, repetition_penalty=1.3, logprobs=1, seed=3, ignore_eos=True),
     ],
     ids=["greedy", "sampled", "picked by the host"],
 )
@@ -156,7 +156,7 @@ def test_speculation_changes_no_token(on_device: Engine, params: SamplingParams)
 
 
 def test_a_pass_in_a_bucket_is_that_of_kernels_launched_one_by_one(on_device: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, temperature=0.8, seed=1, ignore_eos=True)
     in_buckets = on_device.complete(prompts()[:2], params)
     monkeypatch.setattr(Graphs, "find", lambda self, rows, items: None)
     assert tokens(on_device.complete(prompts()[:2], params, prefix_cache=False)) == tokens(in_buckets)
@@ -165,7 +165,7 @@ def test_a_pass_in_a_bucket_is_that_of_kernels_launched_one_by_one(on_device: En
 def test_the_device_picks_what_the_host_would(on_device: Engine) -> None:
     """A request that wants more log-probabilities than passes tell is picked for by the host, from the same logits."""
     for temperature in (0.0, 0.9):
-        params = {"max_tokens": 5, "temperature": temperature, "seed": 11, "ignore_eos": True}
+        params = {"max_tokens": 3, "temperature": temperature, "seed": 11, "ignore_eos": True}
         silent, scored, host = (on_device.complete(prompts()[1], SamplingParams(**params, logprobs=n)) for n in (None, 3, KEPT + 1))
         assert silent.token_ids == scored.token_ids == host.token_ids
         assert scored.choices[0].logprobs is not None
@@ -179,7 +179,7 @@ def test_the_device_picks_what_the_host_would(on_device: Engine) -> None:
 
 def test_speculation_changes_no_log_probability(on_device: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(on_device.core.acceptance), "accept", lambda *_: pytest.fail("picked by the host"))
-    params = SamplingParams(max_tokens=9, temperature=0.7, seed=3, logprobs=2, ignore_eos=True)
+    params = SamplingParams(max_tokens=5, temperature=0.7, seed=3, logprobs=2, ignore_eos=True)
     plain = [on_device.complete(prompt, params, speculation=False, prefix_cache=False) for prompt in prompts()]
     drafted = on_device.complete(prompts(), params, prediction=plain[0].token_ids)
     assert tokens(drafted) == tokens(plain)
