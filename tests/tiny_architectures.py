@@ -177,6 +177,10 @@ _OLDER_KEYS = {key: value for key, value in _DEEPSEEK2_KEYS.items() if not key.e
     "attention.key_length": _PLAIN_KEY + _TURNED, "attention.value_length": _VALUE, "attention.head_count_kv": HEADS,
 }  # fmt: skip
 _BY_SIGMOID = {"attention.q_lora_rank": 2 * _RANK, "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+_GLM4_MOE_KEYS = _CHOICE | _WIDE | {
+    "rope.dimension_count": HEAD_DIM // 2, "expert_feed_forward_length": _WIDTH, "expert_shared_count": 2, "leading_dense_block_count": 1,
+    "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+}  # fmt: skip
 _NEXTN: Shapes = {
     "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "nextn.enorm.weight": (HIDDEN,), "nextn.hnorm.weight": (HIDDEN,),
     "nextn.shared_head_norm.weight": (HIDDEN,),
@@ -197,6 +201,13 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "granite": ("granite", _LLAMA, _GRANITE, False),
     "seed_oss": ("seed_oss", _norms("attn_norm", "post_attention_norm") | _SPLIT | _QKV_BIAS | _OUT | _GATED, _WIDE, True),
     "glm4": ("glm4", _PRE | _POST | _SPLIT | _QKV_BIAS | _OUT | _FUSED, {"rope.dimension_count": HEAD_DIM // 2}, True),
+    **{
+        f"glm4moe{name}": (
+            "glm4moe", _norms("attn_norm", "post_attention_norm") | _SPLIT | _QKV_BIAS | norms | _OUT | _GATED | _BESIDE | _CORRECTION,
+            _GLM4_MOE_KEYS | more, True,
+        )
+        for name, norms, more in (("", {}, {}), (", normed heads", _HEAD_NORMS, {"block_count": LAYERS + 1, "nextn_predict_layers": 1}))
+    },
     "olmo2": ("olmo2", _POST | _SPLIT | _OUT | _GATED | {"attn_q_norm.weight": (_Q,), "attn_k_norm.weight": (_KV,)}, {}, True),
     "olmo3": (
         "olmo2",
@@ -388,13 +399,13 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
         layer = {name: shape for name, shape in layer.items() if name != "attn_v.weight"} | _GLOBAL
     if isinstance(inner := keys.get("feed_forward_length"), list) and inner[i] == 2 * INNER:
         layer = layer | {"ffn_gate.weight": (inner[i], HIDDEN), "ffn_up.weight": (inner[i], HIDDEN), "ffn_down.weight": (HIDDEN, inner[i])}
+    of_head = i >= keys.get("block_count", LAYERS) - keys.get("nextn_predict_layers", 0)
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
-        of_head = i >= keys.get("block_count", LAYERS) - keys.get("nextn_predict_layers", 0)
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "glm4moe"):
         others = _BESIDE | _CORRECTION if i < keys["leading_dense_block_count"] else _GATED
-        layer = {name: shape for name, shape in layer.items() if name not in others}
+        layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
     if architecture.startswith("nemotron_h"):
         mine = _MIXERS[_NEMOTRON_H[i]]
         layer = {name: shape for name, shape in layer.items() if name in mine or name == "attn_norm.weight"}

@@ -232,6 +232,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
         configure=configs.read_partial,
     ),
+    "glm4moe": Architecture(
+        model_type="glm4_moe",
+        layer=_ATTENTION
+        | _HEAD_NORMS
+        | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+        | _MLP
+        | _EXPERTS
+        | _SHARED_EXPERTS
+        | {"exp_probs_b": "mlp.gate.e_score_correction"},
+        configure=configs.read_glm4moe,
+    ),
     "gpt2": Architecture(
         model_type="gpt2",
         whole={"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head"},

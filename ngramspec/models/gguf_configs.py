@@ -6,14 +6,11 @@ differs from that. Whatever the model cannot have is refused by key and value. K
 
 from __future__ import annotations
 
-from typing import Any
-
+from ngramspec.models.gguf_expert_keys import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, Config, read_experts, read_grouped_experts
 from ngramspec.models.gguf_metadata import CONV, FREQ_BASE, FULL, LINEAR, SLIDING, GgufMetadata
 
-Config = dict[str, Any]
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE's frequencies
 MOST_TAPS = 16  # Most tokens that the convolution of a recurrent layer may see; published models have 3 or 4.
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes the weights of experts from their logits
 
 
 def read_common(metadata: GgufMetadata, config: Config) -> Config:
@@ -71,9 +68,11 @@ def _read_multipliers(metadata: GgufMetadata, config: Config) -> Config:
 
 def read_partial(metadata: GgufMetadata, config: Config) -> Config:
     """Read a config whose rotary embeddings turn the first numbers of every head."""
-    found = read_common(metadata, config)
-    share = metadata.get_int("rope.dimension_count", config["head_dim"]) / config["head_dim"]
-    found["rope_parameters"]["partial_rotary_factor"] = share
+    found, head_dim = read_common(metadata, config), config["head_dim"]
+    turned = metadata.get_int("rope.dimension_count", head_dim)
+    if not 0 < turned <= head_dim or turned % 2:
+        raise metadata.make_refusal("rope.dimension_count", turned, f"an even number up to {head_dim}")
+    found["rope_parameters"]["partial_rotary_factor"] = turned / head_dim
     return found | {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias")}
 
 
@@ -132,23 +131,6 @@ def read_seed(metadata: GgufMetadata, config: Config) -> Config:
 
 def read_qwen(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {"use_sliding_window": False, "sliding_window": None}
-
-
-def read_experts(metadata: GgufMetadata, normalise: bool, scoring: int = SOFTMAX, *, scaled: bool = False, grouped: bool = False) -> Config:
-    """Read how experts are chosen, and check that it is what the architecture's model computes; `scaled`: their weights may be, `grouped`:
-    some groups of them may be chosen first.
-    """
-    n, chosen = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
-    if not 0 < chosen <= n:
-        raise metadata.make_refusal("expert_used_count", chosen, f"1 to {n}")
-    for key, value in (("expert_gating_func", scoring), *((("expert_group_count", 1),) if not grouped else ())):
-        if (stated := metadata.get_int(key, value)) not in (0, value):
-            raise metadata.make_refusal(key, stated, str(value))
-    if (scale := metadata.get_float("expert_weights_scale", 1.0)) not in (0.0, 1.0) and not scaled:
-        raise metadata.make_refusal("expert_weights_scale", scale, "1")
-    if metadata.is_stated("expert_weights_norm", not normalise):
-        raise metadata.make_refusal("expert_weights_norm", not normalise, str(normalise).lower())
-    return {"num_experts": n, "num_experts_per_tok": chosen, "norm_topk_prob": normalise, "output_router_logits": False}
 
 
 def read_llama_or_mixtral(metadata: GgufMetadata, config: Config) -> Config:
@@ -447,21 +429,21 @@ def read_deepseek2(metadata: GgufMetadata, config: Config) -> Config:
     normalise, is_glm = metadata.is_stated("expert_weights_norm", True), config["vocab_size"] == 154880
     default = SIGMOID if is_glm and metadata.n_layers in (47, 48) else SOFTMAX  # as llama.cpp tells GLM-4.7-Flash
     scoring = SIGMOID if (metadata.get_int("expert_gating_func", 0) or default) == SIGMOID else SOFTMAX
-    experts = read_experts(metadata, normalise, scoring, scaled=True, grouped=True)
-    n_groups, top_groups = (max(1, metadata.get_int(f"expert_group{key}_count", 1)) for key in ("", "_used"))
-    n_experts = experts.pop("num_experts")
-    if n_experts % n_groups or not 0 < top_groups <= n_groups or top_groups * (n_experts // n_groups) < experts["num_experts_per_tok"]:
-        raise metadata.make_refusal("expert_group_count", n_groups, f"a divisor of expert_count, {n_experts}, with enough experts")
+    experts = read_grouped_experts(metadata, normalise, scoring)
     if scoring == SIGMOID:
         found["model_type"] = "deepseek_v3"
     elif normalise:
         found |= _read_mistral4(metadata, found)
     else:
-        found |= {"model_type": "deepseek_v2", "topk_method": "greedy" if n_groups == 1 else "group_limited_greedy"}
-    return found | experts | {
-        "n_routed_experts": n_experts, "n_shared_experts": metadata.get_int("expert_shared_count"), "n_group": n_groups,
-        "topk_group": top_groups, "moe_intermediate_size": metadata.get_same("expert_feed_forward_length"),
-        "routed_scaling_factor": metadata.get_float("expert_weights_scale", 0.0) or 1.0,
+        found |= {"model_type": "deepseek_v2", "topk_method": "greedy" if experts["n_group"] == 1 else "group_limited_greedy"}
+    return found | experts
+
+
+def read_glm4moe(metadata: GgufMetadata, config: Config) -> Config:
+    experts = read_grouped_experts(metadata, metadata.is_stated("expert_weights_norm", True), SIGMOID)
+    return read_partial(metadata, config) | experts | {
+        "first_k_dense_replace": metadata.get_int("leading_dense_block_count", 0),
+        "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"), "num_nextn_predict_layers": 0,
     }  # fmt: skip
 
 

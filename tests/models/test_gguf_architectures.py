@@ -103,6 +103,8 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("llama", {"attention__head_count_kv": [2, 2]}, r"llama.attention.head_count_kv is \[2, 2\]"),
         ("llama", {"attention__head_count": "four"}, r"llama.attention.head_count is 'four'"),
         ("llama", {"rope__dimension_count": 8}, r"llama.rope.dimension_count is 8"),
+        ("qwen35moe", {"rope__dimension_count": 0}, r"qwen35moe.rope.dimension_count is 0.*an even number up to 16"),
+        ("glm4moe", {"rope__dimension_count": 5}, r"glm4moe.rope.dimension_count is 5"),
         ("llama", {"rope__freq_base": "x"}, r"llama.rope.freq_base is 'x'"),
         ("llama", {"rope__freq_base": float("nan")}, r"llama.rope.freq_base is nan"),
         ("llama", {"attention__value_length": 32}, r"llama.attention.value_length is 32"),
