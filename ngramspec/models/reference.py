@@ -28,6 +28,8 @@ from ngramspec.models.random_weights import empty_model
 from ngramspec.models.tensor_source import TensorSource
 
 WORDS = 64  # Size of a `Reference`'s vocabulary.
+# What a model raises that cannot compute what its config says.
+FAILURES = (RuntimeError, KeyError, IndexError, AttributeError, NotImplementedError, TypeError, ValueError)
 TEXT, FAR_TEXT = 24, 8  # Tokens of the check text at position 0, and of those further out and after a window's end.
 # Gap between the last expert that a router chooses and the next, in standard deviations of its logits, that rounding does not bridge: some
 # times the largest difference of hidden states that counts as rounding (with 16-bit keys and values).
@@ -369,7 +371,7 @@ class Reference:
         self._fill(modules)
         try:
             return [trace(self.model, ids, positions, layers, gives_tuple=gives_tuple) for ids, positions in inputs]
-        except (RuntimeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
+        except FAILURES as error:
             name = type(self.model).__name__
             raise UnsupportedModelError(f"{name}: its layer {layer} cannot be computed and checked by itself: {error}") from error
         finally:

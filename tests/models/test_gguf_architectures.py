@@ -176,6 +176,12 @@ def test_sizes_are_checked_before_a_model_is_made(tmp_path: Path, case: str, cha
         open_model(str(write_changed(tmp_path / "model.gguf", case, **changed)), cache_dir=tmp_path / "cache")
 
 
+def test_what_transformers_cannot_compute_is_refused(tmp_path: Path) -> None:
+    opened = open_model(str(write_changed(tmp_path / "model.gguf", "gemma4", attention__shared_kv_layers=2)), cache_dir=tmp_path / "cache")
+    with pytest.raises(UnsupportedModelError, match="Gemma4ForCausalLM: transformers' own model cannot compute it"):
+        CpuRunner(opened.model, opened.source, code=cache_dir() / "code", max_len=64, max_seqs=1, max_rows=64, kv_bytes=1 << 22)
+
+
 @pytest.mark.parametrize("name", ["ffn_up_exps.weight", "ffn_up_exps.bias"])
 def test_experts_without_their_other_half_are_refused_by_name(tmp_path: Path, name: str) -> None:
     architecture, layer, keys, head = tiny_architectures.CASES["gpt-oss"]

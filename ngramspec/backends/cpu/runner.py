@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ngramspec.backends.base import CPU_RECURRENT_MODULES, Runner, check_supported, has_recurrent_layers, kv_shapes
+from ngramspec.backends.base import CPU_RECURRENT_MODULES, Runner, check_supported, has_recurrent_layers, is_out_of_memory, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, collect_policies, is_quantised, make_pool, resolve_precision
@@ -34,6 +34,7 @@ from ngramspec.models import masks as model_attention
 from ngramspec.models.long_rope import fix_angles
 from ngramspec.models.parameters import make_params_source
 from ngramspec.models.reference import (
+    FAILURES,
     TEXT,
     CheckText,
     Reference,
@@ -162,11 +163,19 @@ class CpuRunner(LlamaRunner):
     # ------------------------------------------------------------------ binding
 
     def _trace_reference(self, text: CheckText, kinds: list[int]) -> tuple[CheckText, Trace]:
-        """Trace what transformers' modules compute of a text: all layers near position 0, elsewhere one of each kind."""
+        """Trace what transformers' modules compute of a text: all layers near position 0, elsewhere one of each kind.
+
+        Raises UnsupportedModelError if they cannot.
+        """
         whole = text.start == 0 and len(text.ids) <= TEXT
         set_own_attention(self.model, self.kv_dtype)
         layers = range(len(layers_of(self.model))) if whole else kinds
-        return text, trace(self.model, torch.from_numpy(text.ids).long(), text.positions, layers)
+        try:
+            return text, trace(self.model, torch.from_numpy(text.ids).long(), text.positions, layers)
+        except FAILURES as error:
+            if is_out_of_memory(error):
+                raise
+            raise UnsupportedModelError(f"{type(self.model).__name__}: transformers' own model cannot compute it: {error}") from error
 
     def _build_decoder(self, source: TensorSource, binder: ModulePatcher) -> None:
         if self.weight_map is not None:
