@@ -185,6 +185,7 @@ _NEXTN: Shapes = {
     "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "nextn.enorm.weight": (HIDDEN,), "nextn.hnorm.weight": (HIDDEN,),
     "nextn.shared_head_norm.weight": (HIDDEN,),
 }  # fmt: skip
+_OF_IMAGES: dict[str, Any] = {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3}
 # By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
 CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "llama": ("llama", _LLAMA, {}, True),
@@ -208,6 +209,15 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         )
         for name, norms, more in (("", {}, {}), (", normed heads", _HEAD_NORMS, {"block_count": LAYERS + 1, "nextn_predict_layers": 1}))
     },
+    "bailingmoe2": (
+        "bailingmoe2", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _HEAD_NORMS | _OUT | _GATED | _BESIDE | _CORRECTION,
+        _GLM4_MOE_KEYS | {"expert_group_count": 4, "expert_group_used_count": 2, "expert_shared_feed_forward_length": _WIDTH}, True,
+    ),
+    "dots1": (
+        "dots1",
+        _PRE | _SPLIT | {f"attn_{name}.weight": (_Q, HIDDEN) for name in "kv"} | _HEAD_NORMS | _OUT | _GATED | _BESIDE | _CORRECTION,
+        {key: value for key, value in _GLM4_MOE_KEYS.items() if key != "rope.dimension_count"} | {"attention.head_count_kv": HEADS}, True,
+    ),
     "olmo2": ("olmo2", _POST | _SPLIT | _OUT | _GATED | {"attn_q_norm.weight": (_Q,), "attn_k_norm.weight": (_KV,)}, {}, True),
     "olmo3": (
         "olmo2",
@@ -338,9 +348,14 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         _DEEPSEEK2_KEYS | _YARN | {"attention.q_lora_rank": 2 * _RANK, "expert_weights_norm": True, "leading_dense_block_count": 0}
         | {"attention.temperature_scale": 0.1, "attention.temperature_length": 16, "rope.scaling.yarn_log_multiplier": 0.1}, True,
     ),
-    "qwen3moe": (
-        "qwen3moe", _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH}, True,
-    ),
+    **{
+        architecture: (
+            architecture, _ATTENTION | _HEAD_NORMS | _EXPERTS, _CHOICE | _WIDE | {"expert_feed_forward_length": _WIDTH} | of_images, True,
+        )
+        for architecture, of_images in (("qwen3moe", {}), ("qwen3vlmoe", _OF_IMAGES))
+    },
+    "qwen2vl": ("qwen2vl", _LLAMA | _QKV_BIAS, {"rope.dimension_sections": [2, 3, 3, 0]}, False),
+    "qwen3vl": ("qwen3vl", _LLAMA | _HEAD_NORMS, _WIDE | _OF_IMAGES, True),
 }  # fmt: skip
 
 
@@ -403,7 +418,7 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
-    if architecture in ("deepseek2", "glm4moe"):
+    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1"):
         others = _BESIDE | _CORRECTION if i < keys["leading_dense_block_count"] else _GATED
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
     if architecture.startswith("nemotron_h"):

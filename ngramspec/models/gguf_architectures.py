@@ -199,13 +199,18 @@ _NEMOTRON_H = (
 )
 _NEMOTRON_H_WHOLE = {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"}
 _GRANITE_EXPERTS = {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()}
-_DEEPSEEK2 = _NORMS | _LATENT | _MLP | _EXPERTS | _SHARED_EXPERTS | {"exp_probs_b": "mlp.gate.e_score_correction"}
+_BIASED_EXPERTS = _MLP | _EXPERTS | _SHARED_EXPERTS | {"exp_probs_b": "mlp.gate.e_score_correction"}
+_DEEPSEEK2 = _NORMS | _LATENT | _BIASED_EXPERTS
+_GLM4_MOE = _NORMS | _ATTENTION | _HEAD_NORMS | _BIASED_EXPERTS
+_QWEN3_MOE = _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS
 _LFM2_WHOLE = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
+    "bailingmoe2": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
     "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=configs.read_cohere2),
     "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, configure=configs.read_cohere),
     "deepseek2": Architecture(model_type="deepseek_v2", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
+    "dots1": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
     "ernie4_5": Architecture(model_type="ernie4_5", layer=_LLAMA, configure=configs.read_ernie),
     "exaone4": Architecture(model_type="exaone4", layer=_OLMO2, configure=configs.read_exaone4),
     "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=configs.read_gemma),
@@ -234,13 +239,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         model_type="glm4_moe",
-        layer=_ATTENTION
-        | _HEAD_NORMS
-        | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-        | _MLP
-        | _EXPERTS
-        | _SHARED_EXPERTS
-        | {"exp_probs_b": "mlp.gate.e_score_correction"},
+        layer=_GLM4_MOE | {"post_attention_norm": "post_attention_layernorm"},
         configure=configs.read_glm4moe,
     ),
     "gpt2": Architecture(
@@ -331,7 +330,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(
         model_type="qwen2_moe", layer=_NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT, configure=configs.read_qwen2moe
     ),
+    "qwen2vl": Architecture(model_type="qwen2", layer=_LLAMA, configure=configs.read_qwen),
     "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=configs.read_qwen),
+    "qwen3vl": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=configs.read_qwen),
     "qwen35": Architecture(model_type="qwen3_5_text", layer=_QWEN35 | _MLP, rules=_QWEN35_RULES, head=_HEAD, configure=configs.read_qwen35),
     "qwen35moe": Architecture(
         model_type="qwen3_5_moe_text",
@@ -340,7 +341,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         head=_HEAD,
         configure=configs.read_qwen35moe,
     ),
-    "qwen3moe": Architecture(model_type="qwen3_moe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_qwen3moe),
+    "qwen3moe": Architecture(model_type="qwen3_moe", layer=_QWEN3_MOE, configure=configs.read_qwen3moe),
+    "qwen3vlmoe": Architecture(model_type="qwen3_moe", layer=_QWEN3_MOE, configure=configs.read_qwen3moe),
     "qwen3next": Architecture(
         model_type=qwen3_next.TARGET_TYPE,
         layer=_QWEN35 | _EXPERTS | _SHARED_EXPERT,

@@ -440,7 +440,11 @@ def read_deepseek2(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_glm4moe(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of GLM-4 MoE and what has its form: Ling 2 (bailingmoe2), dots.llm1."""
     experts = read_grouped_experts(metadata, metadata.is_stated("expert_weights_norm", True), SIGMOID)
+    width = experts["moe_intermediate_size"]
+    if (shared := metadata.get_int("expert_shared_feed_forward_length", 0)) not in (0, width):
+        raise metadata.make_refusal("expert_shared_feed_forward_length", shared, str(width))
     return read_partial(metadata, config) | experts | {
         "first_k_dense_replace": metadata.get_int("leading_dense_block_count", 0),
         "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"), "num_nextn_predict_layers": 0,
