@@ -14,7 +14,7 @@ import io
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 MAX_PATH = 4096  # bytes of a relative path; Linux's PATH_MAX
@@ -102,6 +102,26 @@ class ConfinedFolder:
             return os.lstat(folder) if isinstance(folder, str) else os.fstat(folder)
         parent, name = self._enter_parent(relative)
         return os.lstat(f"{parent}/{name}") if isinstance(parent, str) else os.stat(name, dir_fd=parent, follow_symlinks=False)
+
+    def lstat_files(self, folder: str, names: Sequence[str]) -> list[os.stat_result | OSError]:
+        """Return what `lstat` returns or raises for each of some names in one folder, which is entered once."""
+        try:
+            parent = self._enter_folders(split_path(folder, in_git=self._in_git) if folder else [])
+        except OSError as error:
+            return [error] * len(names)
+        found: list[os.stat_result | OSError] = []
+        is_deepest = len(self._names) >= MAX_DEPTH
+        for name in names:
+            try:
+                if is_deepest or 4 * (len(folder) + 1 + len(name)) > MAX_PATH or not _has_place(name, self._in_git):
+                    split_path(f"{folder}/{name}" if folder else name, in_git=self._in_git)  # says what is wrong with it
+                if isinstance(parent, str):
+                    found.append(os.lstat(f"{parent}/{name}"))
+                else:
+                    found.append(os.stat(name, dir_fd=parent, follow_symlinks=False))
+            except OSError as error:
+                found.append(error)
+        return found
 
     def list_folder(self, relative: str = "") -> list[tuple[str, int]]:
         """Return name and type (S_IFREG, S_IFDIR, S_IFLNK, or 0) of a folder's entries, by name. `""` stands for the folder itself."""
@@ -208,11 +228,11 @@ def _check_component(path: str, *, folder: bool) -> None:
 
 
 def _type_of(entry: os.DirEntry[str]) -> int:
-    if entry.is_symlink():
-        return stat.S_IFLNK
+    if entry.is_file(follow_symlinks=False):
+        return stat.S_IFREG
     if entry.is_dir(follow_symlinks=False):
         return stat.S_IFDIR
-    return stat.S_IFREG if entry.is_file(follow_symlinks=False) else 0
+    return stat.S_IFLNK if entry.is_symlink() else 0
 
 
 def _close_folder(folder: int | str) -> None:

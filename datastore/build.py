@@ -71,7 +71,7 @@ def build(
         encoder = Encoder(tokenizer, name)
         settings = make_settings(encoder.vocab_size, encoder.fingerprint, router, vectors, max_memory)
         hashes = ContentHashes()
-        documents = drop_duplicates(read_files(new.found, new.options, recorder, hashes), recorder.skipped, set())
+        documents = drop_duplicates(read_files(new.found, new.options, recorder, hashes), recorder)
         entries = write_segments(documents, encoder, new.lock.folder, settings, jobs, recorder)
         if contents and hashes.compute_digest() != contents:
             raise ContentsChangedError(f"{', '.join(source.path for source in new.sources)}: files were changed while they were read")
@@ -150,15 +150,16 @@ def read_files(
         if skipped.counts:
             recorder.skipped.add_all(skipped)
             if is_settled and file.kind is None and (reason := corpus.find_left_out_reason(skipped)) is not None:
-                recorder.left_out[corpus.make_left_out_key(file)] = reason
+                recorder.left_out[corpus.make_left_out_key(file.name, file.size, file.mtime_ns)] = reason
         recorder.count_read(1, file.size)
 
 
-def drop_duplicates(documents: Iterable[Document], skipped: Skipped, seen: set[bytes]) -> Iterator[Document]:
-    """Yield documents whose content is not in `seen`, which grows."""
+def drop_duplicates(documents: Iterable[Document], recorder: Recorder) -> Iterator[Document]:
+    """Yield documents whose text none before them has, and record the others."""
+    seen: set[bytes] = set()
     for document in documents:
         if document.hash in seen:
-            skipped.add(corpus.file_filters.DUPLICATE)
+            recorder.add_duplicate(document)
         else:
             seen.add(document.hash)
             yield document

@@ -13,9 +13,10 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pathspec import GitIgnoreSpec
 
@@ -30,6 +31,7 @@ MAX_FILE_SIZE = 1 << 20  # bytes, unless the user says otherwise
 TEXT_FIELDS = ("text", "content", "code")  # of .jsonl rows, the first there is
 # A file changed within this time before it was read may change again and keep its time: it is not taken for unchanged later
 RACY_NS = 100_000_000
+TWIN = "="  # before the key of a file that was left out because another has its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,7 @@ class CorpusOptions:
             raise CorpusError(str(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(NamedTuple):
     """A file that may hold documents."""
 
     root: str
@@ -158,21 +159,22 @@ def walk_corpus(sources: Iterable[CorpusSource], options: CorpusOptions, skipped
 def find_files(sources: Iterable[CorpusSource], options: CorpusOptions, skipped: Skipped, omit: str | None = None) -> list[FoundFile]:
     """Return the files of all sources, sorted by path within each, none twice. `omit`: a folder that is not entered (the store itself)."""
     rules = _NameRules(options)
-    out: dict[str, FoundFile] = {}
+    found: dict[str, FoundFile] = {}
     for source in sources:
         if os.path.realpath(source.path) != source.path:
             raise CorpusError(f"the corpus {source.label!r} is gone: a link is where {source.path} was; build anew from where it leads")
         with _open_source(source) as tree:
             if source.folder:
-                listing = Listing(source.path, tree, skipped, untracked=options.untracked, omit=omit)
-                for relative, in_git in sorted(listing.list_files()):
-                    _check_file(source, tree, relative, in_git, rules, skipped, out)
+                folders = Listing(source.path, tree, skipped, untracked=options.untracked, omit=omit).list_files()
             else:
-                _check_file(source, tree, "", False, rules, skipped, out)
+                folders = iter([("", [Path(source.path).name], False)])
+            of_source = [file for each in folders for file in _check_files(source, tree, *each, rules, skipped)]
+        for file in sorted(of_source, key=lambda file: file.beneath):
+            found.setdefault(file.path, file)
     files: dict[str, FoundFile] = {}
-    for file in out.values():  # sources named in different folders may be called the same
+    for file in found.values():  # sources named in different folders may be called the same
         if file.name in files:
-            file = replace(file, name=to_encodable(file.path))
+            file = file._replace(name=to_encodable(file.path))
         files[file.name] = file
     return list(files.values())
 
@@ -181,9 +183,10 @@ def list_names(root: str, options: CorpusOptions) -> Iterator[str]:
     """Yield the files of a folder that belong into a corpus by their names, relative to it. They are looked for as they are asked for."""
     rules = _NameRules(options)
     with ConfinedFolder(root) as tree:
-        for relative, _ in Listing(root, tree, Skipped(), untracked=options.untracked).list_files():
-            if rules.find_reason(to_encodable(relative)) is None:
-                yield relative
+        for folder, names, _ in Listing(root, tree, Skipped(), untracked=options.untracked).list_files():
+            for relative in (f"{folder}/{name}" if folder else name for name in names):
+                if rules.find_reason(to_encodable(relative)) is None:
+                    yield relative
 
 
 def hash_files(files: Iterable[FoundFile], options: CorpusOptions, skipped: Skipped) -> ContentHashes:
@@ -236,9 +239,9 @@ def read_documents(file: FoundFile, options: CorpusOptions, skipped: Skipped, ha
         skipped.add(file_filters.UNREADABLE, file.name, error.strerror or str(error))
 
 
-def make_left_out_key(file: FoundFile) -> str:
-    """Return what stands for a file as it was found, without telling its name."""
-    return hashlib.blake2b(f"{file.name}\0{file.size}\0{file.mtime_ns}".encode(), digest_size=12).hexdigest()
+def make_left_out_key(name: str, size: int, mtime_ns: int) -> str:
+    """Return what stands for a plain file as it was found, without telling its name."""
+    return hashlib.blake2b(f"{name}\0{size}\0{mtime_ns}".encode(), digest_size=12).hexdigest()
 
 
 def find_left_out_reason(skipped: Skipped) -> str | None:
@@ -292,42 +295,43 @@ def _open_source(source: CorpusSource) -> ConfinedFolder:
         raise CorpusError(f"the corpus {source.label!r} cannot be read: {error.strerror or error}") from error
 
 
-def _check_file(
-    source: CorpusSource, tree: ConfinedFolder, relative: str, in_git: bool, rules: _NameRules, skipped: Skipped, out: dict[str, FoundFile]
-) -> None:
-    """Take one file of a source (`relative`: "" for the source itself) by its name and status, or count why not."""
-    beneath = relative or Path(source.path).name
-    shown = to_encodable(beneath)
-    kind = archives.get_container_kind(beneath)
-    if kind is not None and in_git and not (rules.include is not None and rules.include.match_file(shown)):
-        kind = None  # data of a repository's tests, more often than text; its type is not known to be text either
-    if kind is not None:  # other patterns and languages are about its members
-        reason = file_filters.EXCLUDED if rules.is_excluded(shown) else None
-    else:
-        reason = rules.find_reason(shown, chosen=not relative)
-    if reason is not None:
-        skipped.add(reason)
-        return
-    name = source.label if not relative else shown if source.label == "." else f"{source.label.rstrip('/')}/{shown}"
-    try:
-        status = tree.lstat(beneath)
-    except (FileNotFoundError, NotADirectoryError):
-        return  # tracked by git and removed, or gone since it was listed
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # a folder of what git tracks
-            skipped.add(file_filters.LINK)
-            return
-        skipped.add(file_filters.UNREADABLE, name, error.strerror or str(error))
-        return
-    if stat.S_ISDIR(status.st_mode):
-        return  # a submodule that is not checked out
-    if not stat.S_ISREG(status.st_mode):
-        skipped.add(file_filters.LINK if stat.S_ISLNK(status.st_mode) else file_filters.SPECIAL)
-    elif kind is None and status.st_size > rules.max_file_size:
-        skipped.add(file_filters.TOO_LARGE)
-    else:
-        file = FoundFile(source.root, beneath, name, shown, status.st_size, status.st_mtime_ns, kind)
-        out.setdefault(file.path, file)
+def _check_files(
+    source: CorpusSource, tree: ConfinedFolder, folder: str, names: Sequence[str], in_git: bool, rules: _NameRules, skipped: Skipped
+) -> Iterator[FoundFile]:
+    """Yield those files of one folder of a source that are taken by their names and status, and count why others are not."""
+    above = f"{folder}/" if folder else ""
+    within = "" if source.label == "." or not source.folder else f"{source.label.rstrip('/')}/"
+    taken: list[tuple[str, str, str | None]] = []
+    for name in names:
+        shown = to_encodable(above + name)
+        kind = archives.get_container_kind(name)
+        if kind is not None and in_git and not (rules.include is not None and rules.include.match_file(shown)):
+            kind = None  # data of a repository's tests, more often than text; its type is not known to be text either
+        if kind is not None:  # other patterns and languages are about its members
+            reason = file_filters.EXCLUDED if rules.is_excluded(shown) else None
+        else:
+            reason = rules.find_reason(shown, chosen=not source.folder)
+        if reason is None:
+            taken.append((name, shown, kind))
+        else:
+            skipped.add(reason)
+    for (name, shown, kind), status in zip(taken, tree.lstat_files(folder, [each[0] for each in taken]), strict=True):
+        called = within + shown if source.folder else source.label
+        if isinstance(status, OSError):
+            if isinstance(status, (FileNotFoundError, NotADirectoryError)):
+                continue  # tracked by git and removed, or gone since it was listed
+            if status.errno == errno.ELOOP:  # a folder of what git tracks
+                skipped.add(file_filters.LINK)
+            else:
+                skipped.add(file_filters.UNREADABLE, called, status.strerror or str(status))
+        elif stat.S_ISDIR(status.st_mode):
+            continue  # a submodule that is not checked out
+        elif not stat.S_ISREG(status.st_mode):
+            skipped.add(file_filters.LINK if stat.S_ISLNK(status.st_mode) else file_filters.SPECIAL)
+        elif kind is None and status.st_size > rules.max_file_size:
+            skipped.add(file_filters.TOO_LARGE)
+        else:
+            yield FoundFile(source.root, above + name, called, shown, status.st_size, status.st_mtime_ns, kind)
 
 
 def _make_document(path: str, data: bytes, status: os.stat_result, skipped: Skipped, *, code: bool = True) -> Document | None:

@@ -9,7 +9,8 @@ Arrays and plain records enter, files leave, and the other way round; `manifest`
                      zlib: the tokenizer as JSON of the `tokenizers` library, canonical (sorted keys, no blanks, ASCII), without
                      truncation and padding; sha256 of the JSON is the fingerprint. Read by who turns text into tokens, not at open
     left-out-<16 hex>
-                     zlib: JSON, why files were left out, by `corpus.make_left_out_key`. Only if there are any; read by updates
+                     zlib: JSON, what updates need not read again, by `corpus.make_left_out_key`: why a file was left out by what is in
+                     it, or, with a `=` before the key, the hash (hex) of its text, which another file has. Only if there are any
 
 and whatever else begins with `seg-`, `vocab-`, `tokenizer-`, `left-out-` or `MANIFEST.tmp-` is what an interrupted writer left. MANIFEST
 names each file with its size and checksum. A segment, little-endian:

@@ -85,15 +85,16 @@ def find_repository(folder: str) -> GitRepository | None:
 
 def open_repository(top: str) -> GitRepository | None:
     """Return the repository whose working tree begins at a folder, or None: it has a `.git` that git would take for one."""
-    place = Path(top, ".git")
     try:
-        mode = place.stat().st_mode
+        mode = os.stat(f"{top}/.git").st_mode  # noqa: PTH116 - asked of every folder, and few have one: a Path takes longer than the call
         if stat.S_ISREG(mode):
             text = read_beneath(top, ".git", MAX_TEXT, in_git=True)
             if not text.startswith(b"gitdir: "):
                 return None
             place = Path(top, os.fsdecode(text[8:].rstrip(b"\r\n")))
-        elif not stat.S_ISDIR(mode):
+        elif stat.S_ISDIR(mode):
+            place = Path(top, ".git")
+        else:
             return None
         folder = os.path.realpath(place)
         if not Path(folder, "HEAD").is_symlink() and not _is_head(read_beneath(folder, "HEAD", MAX_TEXT)):

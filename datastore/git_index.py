@@ -11,13 +11,13 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .beneath import MAX_PATH
 
 MAX_INDEX = 128 << 20  # bytes of an index that is read: a million files and more
 MAX_NAMES = 512 << 20  # bytes of all names: version 4 writes down only how a name differs from the one before
 SIZES = {"sha1": 20, "sha256": 32}
-_STATUS_BYTES = 40  # bytes of an entry before its object id: times, device, inode, mode (at 24), owner, size
 _EXTENDED = 0x4000
 _LENGTH = 0x0FFF
 _MASK_64 = (1 << 64) - 1
@@ -27,8 +27,7 @@ class IndexFormatError(ValueError):
     """The index is damaged, or of a kind that is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
+class IndexEntry(NamedTuple):
     """A path that git tracks."""
 
     path: bytes
@@ -102,7 +101,9 @@ def _parse_index(data: bytes, algorithm: str) -> tuple[list[IndexEntry], SplitIn
 
 
 def _parse_entries(data: bytes, at: int, end: int, version: int, count: int, size: int) -> tuple[list[IndexEntry], int]:
-    fixed = _STATUS_BYTES + size + 2
+    # times, device, inode, MODE, owner, size, object id, FLAGS
+    mode_and_flags = struct.Struct(f">24xI12x{size}xH")
+    fixed = mode_and_flags.size
     if count * (fixed + 1) > end - at:
         raise IndexFormatError(f"it has no room for its {count:,} entries")
     entries = []
@@ -112,8 +113,7 @@ def _parse_entries(data: bytes, at: int, end: int, version: int, count: int, siz
         start = at
         if start + fixed > end:
             raise IndexFormatError("it ends within an entry")
-        mode = int.from_bytes(data[start + 24 : start + 28], "big")
-        flags = int.from_bytes(data[start + fixed - 2 : start + fixed], "big")
+        mode, flags = mode_and_flags.unpack_from(data, start)
         at = start + fixed
         if flags & _EXTENDED:
             if version == 2:
@@ -129,10 +129,11 @@ def _parse_entries(data: bytes, at: int, end: int, version: int, count: int, siz
         if stop < 0:
             raise IndexFormatError("it ends within a path")
         name = kept + data[at:stop]
-        total += len(name)
-        if len(name) > MAX_PATH or total > MAX_NAMES:
+        length = len(name)
+        total += length
+        if length > MAX_PATH or total > MAX_NAMES:
             raise IndexFormatError(f"a path has more than {MAX_PATH} bytes, or all have more than {MAX_NAMES >> 20} MiB")
-        if flags & _LENGTH != min(len(name), _LENGTH):
+        if flags & _LENGTH != (length if length < _LENGTH else _LENGTH):
             raise IndexFormatError("the length of a path is not what its entry says")
         at = stop + 1 if version == 4 else start + (stop - start + 8) // 8 * 8
         if at > end:

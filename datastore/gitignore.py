@@ -2,7 +2,8 @@
 
 The bytes of a file of patterns enter, verdicts on paths leave. Paths are bytes, as for git: `?` is one byte. A pattern is compiled so that
 it cannot backtrack: after each `*` the leftmost place where the rest up to the next `*` fits is taken for good, which is enough because
-every such part has a fixed length; between two `**` the same holds for whole components. Opens nothing and knows nothing of trees.
+every such part has a fixed length; between two `**` the same holds for whole components. Most paths match no pattern: the last component of
+a path says which could match, by a table of names and by one expression for every UNION patterns. Opens nothing and knows nothing of trees.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MAX_PATTERN = 4096  # bytes of a pattern; longer ones are passed over, no path is as long
+UNION = 32  # patterns whose last components are one expression
 _CLASSES = {
     b"alnum": (string.ascii_letters + string.digits).encode(),
     b"alpha": string.ascii_letters.encode(),
@@ -59,10 +61,15 @@ class TimeLimit:
 class _Pattern:
     negative: bool
     folders_only: bool
-    match: Match | None
+    match: Match
     """Matches the name alone, in a pattern without a slash."""
     groups: tuple[Group, ...]
     """Match the path component by component, in a pattern with a slash."""
+
+    def matches(self, path: bytes, name: bytes, is_folder: bool) -> bool:
+        if self.folders_only and not is_folder:
+            return False
+        return _match_components(self.groups, path.split(b"/")) if self.groups else bool(self.match(name))
 
 
 class IgnoreRules:
@@ -71,16 +78,24 @@ class IgnoreRules:
     def __init__(self, data: bytes, limit: TimeLimit, *, ignore_case: bool = False) -> None:
         """Compile them. Within `limit`."""
         self._by_name: dict[bytes, list[int]] = {}
-        """Numbers of the patterns that are plain names."""
-        self._others: list[int] = []
+        """Numbers of the patterns whose last component is a plain name, falling."""
+        self._unions: list[tuple[Match, list[int]]] = []
+        """Numbers of the others, falling, with what matches the last component of any of them."""
         self._patterns: list[_Pattern] = []
+        others: list[tuple[int, bytes]] = []
         self._fold = ignore_case
         with limit:
             for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
                 if line and not line.startswith(b"#"):
-                    self._add_pattern(_trim_blanks(line.removesuffix(b"\r")))
+                    self._add_pattern(_trim_blanks(line.removesuffix(b"\r")), others)
                     limit.check()
-        self._others.reverse()
+            others.reverse()
+            for at in range(0, len(others), UNION):
+                numbers, lasts = zip(*others[at : at + UNION], strict=True)
+                self._unions.append((re.compile(b"|".join(lasts), re.DOTALL).fullmatch, list(numbers)))
+                limit.check()
+        for found in self._by_name.values():
+            found.reverse()
 
     def __bool__(self) -> bool:
         return bool(self._patterns)
@@ -93,28 +108,21 @@ class IgnoreRules:
         if self._fold:
             path = path.lower()
         name = path[path.rfind(b"/") + 1 :]
+        possible = [numbers for fits, numbers in self._unions if fits(name)]
+        if name in self._by_name:
+            possible.append(self._by_name[name])
         found = -1
-        for number in self._by_name.get(name, ()):
-            if is_folder or not self._patterns[number].folders_only:
-                found = number
-        names: list[bytes] | None = None
-        for number in self._others:
-            if number < found:
-                break
-            pattern = self._patterns[number]
-            if pattern.folders_only and not is_folder:
-                continue
-            if pattern.match is not None:
-                matched = bool(pattern.match(name))
-            else:
-                names = names or path.split(b"/")
-                matched = _match_components(pattern.groups, names)
-            if matched:
-                found = number
-                break
+        for numbers in possible:
+            for number in numbers:
+                if number < found:
+                    break
+                if self._patterns[number].matches(path, name, is_folder):
+                    found = number
+                    break
         return None if found < 0 else not self._patterns[found].negative
 
-    def _add_pattern(self, glob: bytes) -> None:
+    def _add_pattern(self, glob: bytes, others: list[tuple[int, bytes]]) -> None:
+        """Compile one line. `others` gets its number and what matches its last component, unless that is a plain name."""
         if self._fold:
             glob = glob.lower()
         negative = glob.startswith(b"!")
@@ -123,16 +131,16 @@ class IgnoreRules:
         glob = glob[: len(glob) - folders_only]
         if not glob or len(glob) > MAX_PATTERN or (tokens := _split_tokens(glob)) is None:
             return
-        match: Match | None = None
-        groups: tuple[Group, ...] = ()
-        if b"/" in glob:
-            groups = _compile_path(tokens[1:] if glob.startswith(b"/") else tokens)
-            self._others.append(len(self._patterns))
-        elif re.search(rb"[*?[\\]", glob):
-            match = _compile_component(tokens)
-            self._others.append(len(self._patterns))
+        groups = _compile_path(tokens[1:] if glob.startswith(b"/") else tokens) if b"/" in glob else ()
+        last = _split_components(tokens)[-1]
+        match: Match
+        if all(token not in (_STAR, _ANY_BYTE) and token[:1] not in (b"[", b"(") for token in last):
+            plain = b"".join(token[-1:] for token in last)
+            match = plain.__eq__
+            self._by_name.setdefault(plain, []).append(len(self._patterns))
         else:
-            self._by_name.setdefault(glob, []).append(len(self._patterns))
+            match = _compile_component(last)
+            others.append((len(self._patterns), _to_expression(last)))
         self._patterns.append(_Pattern(negative, folders_only, match, groups))
 
 
@@ -219,6 +227,11 @@ def _parse_class(glob: bytes, at: int) -> tuple[bytes, int] | None:
 
 def _compile_component(tokens: Sequence[bytes]) -> Match:
     """Return a matcher of one name."""
+    return re.compile(_to_expression(tokens), re.DOTALL).fullmatch
+
+
+def _to_expression(tokens: Sequence[bytes]) -> bytes:
+    """Return what matches one name, as a whole; a `**` by itself, which is about any number of components, matches every name."""
     parts: list[list[bytes]] = [[]]
     for token in tokens:
         if token == _STAR:
@@ -227,26 +240,30 @@ def _compile_component(tokens: Sequence[bytes]) -> Match:
             parts[-1].append(token)
     first, *more = [b"".join(part) for part in parts]
     if not more:
-        return re.compile(first, re.DOTALL).fullmatch
+        return first
     leftmost = b"".join(b"(?>.*?%b)" % part for part in more[:-1] if part)
-    return re.compile(first + leftmost + b".*" + more[-1], re.DOTALL).fullmatch
+    return first + leftmost + b".*" + more[-1]
 
 
 def _compile_path(tokens: Sequence[bytes]) -> tuple[Group, ...]:
     """Return matchers of components, grouped by the `**` between them."""
+    groups: list[list[Match]] = [[]]
+    for component in _split_components(tokens):
+        if len(component) > 1 and set(component) == {_STAR}:
+            groups.append([])
+        else:
+            groups[-1].append(_compile_component(component))
+    return tuple(map(tuple, groups))
+
+
+def _split_components(tokens: Sequence[bytes]) -> list[list[bytes]]:
     components: list[list[bytes]] = [[]]
     for token in tokens:
         if token == _SLASH:
             components.append([])
         else:
             components[-1].append(token)
-    groups: list[list[Match]] = [[]]
-    for component in components:
-        if len(component) > 1 and set(component) == {_STAR}:
-            groups.append([])
-        else:
-            groups[-1].append(_compile_component(component))
-    return tuple(map(tuple, groups))
+    return components
 
 
 def _match_components(groups: Sequence[Group], names: Sequence[bytes]) -> bool:

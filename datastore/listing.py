@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from . import file_filters, git_folder
@@ -23,6 +23,8 @@ MAX_NAMED = 1000
 IGNORE_FILE = ".gitignore"
 # A file of ignore rules, and how many bytes of a path within the repository (or plain source) its folder takes
 Scope = tuple[IgnoreRules, int]
+# A folder relative to the root, names of files and links in it (one at least), and whether git lists them
+FolderFiles = tuple[str, list[str], bool]
 
 
 @dataclass(slots=True)
@@ -58,8 +60,8 @@ class _Walk:
     """The path at which the repository begins in the source."""
     within: bytes = b""
     """The path at which the source begins in the repository."""
-    tracked: frozenset[str] = frozenset()
-    """Files and submodules, which are listed already."""
+    tracked: Mapping[str, Set[str]] = field(default_factory=dict)
+    """Names of files and submodules by their folder, which are listed already."""
     parents: frozenset[str] = frozenset()
     """Folders with tracked files: to git, none of them is another repository."""
     ignore_case: bool = False
@@ -80,9 +82,9 @@ class Listing:
         self._limit = TimeLimit(RULES_S)
         self._users_excludes = git_folder.read_user_excludes()
 
-    def list_files(self) -> Iterator[tuple[str, bool]]:
-        """(path relative to the root, whether git lists it) of each file and link, in no order. Raises CorpusError where indexes and
-        ignore rules take longer than RULES_S."""
+    def list_files(self) -> Iterator[FolderFiles]:
+        """Yield every file and link once, by folders, in no order. Raises CorpusError where indexes and ignore rules take longer than
+        RULES_S."""
         try:
             yield from self._list_folder("", git_folder.find_repository(self._root), [])
         except TooSlowError:
@@ -90,7 +92,7 @@ class Listing:
                 f"{self._root}: reading its git indexes and matching its ignore rules takes more than {RULES_S:g} s"
             ) from None
 
-    def _list_folder(self, folder: str, repository: GitRepository | None, scopes: list[Scope]) -> Iterator[tuple[str, bool]]:
+    def _list_folder(self, folder: str, repository: GitRepository | None, scopes: list[Scope]) -> Iterator[FolderFiles]:
         """Yield a folder's files: a repository's, or where that lists nothing (as in a folder that it ignores) those of a plain one."""
         is_listed = False
         if repository is not None:
@@ -100,7 +102,7 @@ class Listing:
         if not is_listed:
             yield from self._walk_folder(folder, scopes, _Walk())
 
-    def _list_repository(self, folder: str, repository: GitRepository) -> Iterator[tuple[str, bool]]:
+    def _list_repository(self, folder: str, repository: GitRepository) -> Iterator[FolderFiles]:
         """Yield what git lists below a folder: the top of a repository, or, as the source itself, any folder of it."""
         inner = "." if folder else os.path.relpath(self._root, repository.top).replace(os.sep, "/")
         within = "" if inner == "." else f"{inner}/"
@@ -113,27 +115,31 @@ class Listing:
             self._skipped.add(file_filters.UNREADABLE, to_encodable(f"{repository.top}/.git"), why)
             yield from self._walk_folder(folder, [], _Walk())
             return
-        tracked: set[str] = set()
+        tracked: defaultdict[str, set[str]] = defaultdict(set)
         submodules: set[str] = set()
         for entry in entries:
             path = os.fsdecode(entry.path)
             if path.startswith(within):
-                path = path[len(within) :]
-                (submodules if entry.is_repository else tracked).add(f"{folder}/{path}" if folder else path)
-        yield from ((path, True) for path in tracked)
+                path = f"{folder}/{path[len(within) :]}" if folder else path[len(within) :]
+                if entry.is_repository:
+                    submodules.add(path)
+                else:
+                    above, _, name = path.rpartition("/")
+                    tracked[above].add(name)
+        yield from ((above, sorted(names), True) for above, names in tracked.items())
         for path in submodules:
             yield from self._list_submodule(path)
         if not self._untracked:
             return
-        tracked |= submodules
-        walk = _Walk(
-            folder, os.fsencode(within), frozenset(tracked), frozenset(_find_parents(tracked)), repository.ignores_case(), is_plain=False
-        )
+        for path in submodules:
+            above, _, name = path.rpartition("/")
+            tracked[above].add(name)
+        walk = _Walk(folder, os.fsencode(within), tracked, frozenset(_find_parents(tracked)), repository.ignores_case(), is_plain=False)
         scopes = self._scopes_above(repository, within, walk)
         if scopes is not None:
             yield from self._walk_folder(folder, scopes, walk)
 
-    def _list_submodule(self, path: str) -> Iterator[tuple[str, bool]]:
+    def _list_submodule(self, path: str) -> Iterator[FolderFiles]:
         """Yield what git lists in a submodule, where it is checked out."""
         try:
             is_folder = stat.S_ISDIR(self._tree.lstat(path).st_mode)
@@ -158,7 +164,7 @@ class Listing:
                         return None
         return scopes
 
-    def _walk_folder(self, folder: str, scopes: list[Scope], walk: _Walk) -> Iterator[tuple[str, bool]]:
+    def _walk_folder(self, folder: str, scopes: list[Scope], walk: _Walk) -> Iterator[FolderFiles]:
         """Yield files below a folder of the source, not those that rules exclude. `scopes`: the rules of what is above, outermost first."""
         pending = [(folder, scopes)]
         while pending:
@@ -171,37 +177,44 @@ class Listing:
             if (IGNORE_FILE, stat.S_IFREG) in found:
                 place = walk.to_repository_path(here) if here else walk.within.rstrip(b"/")
                 scopes = [*scopes, (self._parse_rules(_read_ignores(self._tree, here), walk), len(place) + bool(place))]
+            names: list[str] = []
             folders: list[tuple[str, list[Scope]]] = []
-            for path, kind in self._not_ignored(here, found, scopes, walk):
+            for name, kind in self._not_ignored(here, found, scopes, walk):
                 if kind != stat.S_IFDIR:
-                    yield path, not walk.is_plain
-                elif f"{self._root}/{path}" != self._omit:
-                    repository = None if path in walk.parents else git_folder.open_repository(f"{self._root}/{path}")
+                    names.append(name)
+                    continue
+                path = f"{here}/{name}" if here else name
+                if (absolute := f"{self._root}/{path}") != self._omit:
+                    repository = None if path in walk.parents else git_folder.open_repository(absolute)
                     if repository is None:
                         folders.append((path, scopes))
                     elif walk.is_plain:
                         yield from self._list_folder(path, repository, scopes)
                     else:
                         yield from self._list_repository(path, repository)
+            if names:
+                yield here, names, not walk.is_plain
             pending += reversed(folders)
 
     def _not_ignored(self, here: str, found: Sequence[tuple[str, int]], scopes: list[Scope], walk: _Walk) -> list[tuple[str, int]]:
-        """Return path and type of a folder's entries that belong to the walk."""
+        """Return name and type of a folder's entries that belong to the walk."""
         kept = []
         scopes = [scope for scope in scopes if scope[0]]
+        tracked = walk.tracked.get(here, frozenset())
         with self._limit:
             for name, kind in found:
-                path = f"{here}/{name}" if here else name
                 is_folder = kind == stat.S_IFDIR
-                if is_git_name(name) or path in walk.tracked or (walk.is_plain and is_folder and name in file_filters.SKIPPED_FOLDERS):
+                if is_git_name(name) or name in tracked or (walk.is_plain and is_folder and name in file_filters.SKIPPED_FOLDERS):
                     continue
-                if scopes and _is_ignored(scopes, walk.to_repository_path(path), is_folder):
-                    self._skipped.add(file_filters.IGNORED)
-                elif kind == stat.S_IFLNK and walk.is_plain:
+                if scopes:
+                    self._limit.check()
+                    if _is_ignored(scopes, walk.to_repository_path(f"{here}/{name}" if here else name), is_folder):
+                        self._skipped.add(file_filters.IGNORED)
+                        continue
+                if kind == stat.S_IFLNK and walk.is_plain:
                     self._skipped.add(file_filters.LINK)
                 else:
-                    kept.append((path, kind))
-                self._limit.check()
+                    kept.append((name, kind))
         return kept
 
     def _parse_rules(self, data: bytes, walk: _Walk) -> IgnoreRules:
@@ -225,14 +238,17 @@ def _read_ignores(tree: ConfinedFolder, folder: str) -> bytes:
         return b""
 
 
-def _find_parents(paths: set[str]) -> set[str]:
+def _find_parents(folders: Iterable[str]) -> set[str]:
+    """Return folders and those that they lie in, without the root."""
     found: set[str] = set()
-    for path in paths:
-        while (path := path.rpartition("/")[0]) and path not in found:
+    for path in folders:
+        while path and path not in found:
             found.add(path)
+            path = path.rpartition("/")[0]
     return found
 
 
 def to_encodable(path: str | os.PathLike[str]) -> str:
     """Return a path as text that UTF-8 can hold: bytes of a name that are not UTF-8 appear as \\xNN."""
-    return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    text = os.fspath(path)
+    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

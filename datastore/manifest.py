@@ -64,7 +64,7 @@ class Manifest:
     options: dict[str, Any] = field(default_factory=dict)
     writer: str = "ngramspec"
     left_out: FileEntry | None = None
-    """What the last read that changed anything left out by what is in it: see `write_left_out`."""
+    """What the last read that changed anything left out by what is in it or as a duplicate: see `write_left_out`."""
 
     @property
     def files(self) -> tuple[FileEntry | SegmentEntry, ...]:
@@ -106,7 +106,7 @@ def read_tokenizer(folder: Path, manifest: Manifest) -> bytes:
 
 
 def write_left_out(folder: Path, left_out: dict[str, str]) -> FileEntry | None:
-    """Write why files were left out, by a key that stands for name, size and time. None for none. Raises DatastoreFullError."""
+    """Write which files need not be read again, by keys for name, size and time (`format`). None for none. Raises DatastoreFullError."""
     return _write_whole(folder, "left-out", zlib.compress(_to_canonical_json(left_out))) if left_out else None
 
 

@@ -63,7 +63,7 @@ def build(
             arguments = {"folder": folder, "encoder": [ray.put(encoder)], "options": new.options, "settings": settings}
             n_blocks = blocks or max(int(ray.cluster_resources().get("CPU", 1)), -(-n_bytes // BLOCK_BYTES))
             rows = [
-                {"block": n, "files": json.dumps([dataclasses.asdict(file) for file in block])}
+                {"block": n, "files": json.dumps([file._asdict() for file in block])}
                 for n, block in enumerate(split_files(new.found, n_blocks))
             ]
             recorder.start_reading(len(new.found), n_bytes)
@@ -114,9 +114,9 @@ def build_block(
     files: Sequence[FoundFile], options: CorpusOptions, encoder: Encoder, folder: Path, settings: SegmentSettings
 ) -> tuple[SegmentEntry | None, Skipped]:
     """Write the segment of a block's files -> its entry, None if there is no text in them, and what was left out."""
-    skipped = Skipped()
-    documents = (document for file in files for document in corpus.read_documents(file, options, skipped))
-    return segment_writer.build_segment(folder, drop_duplicates(documents, skipped, set()), encoder, settings), skipped
+    recorder = Recorder()
+    documents = (document for file in files for document in corpus.read_documents(file, options, recorder.skipped))
+    return segment_writer.build_segment(folder, drop_duplicates(documents, recorder), encoder, settings), recorder.skipped
 
 
 def split_files(files: Sequence[FoundFile], count: int) -> list[list[FoundFile]]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from . import corpus
+from .archives import get_container_path
 from .listing import Skipped
 from .manifest import Manifest
 from .progress import Progress, ProgressCallback, Summary, ignore_progress
@@ -23,7 +25,7 @@ class Recorder:
         self.progress = Progress()
         self.skipped = Skipped()
         self.left_out: dict[str, str] = {}
-        """Why files were left out by what is in them, by `corpus.make_left_out_key`: those that need not be read again."""
+        """Files that need not be read again, as `left-out-*` has them (see `format`)."""
         self.seconds: dict[str, float] = {}
         self._on_progress = on_progress
         self._started_s = time.perf_counter()
@@ -41,6 +43,13 @@ class Recorder:
         self.progress.count_read(n_files, n_bytes)
         self.progress.tokens += n_tokens
         self.report()
+
+    def add_duplicate(self, document: corpus.Document) -> None:
+        """Record a document whose text another has; what it was is kept, so that its file need not be read again while the other stays."""
+        self.skipped.add(corpus.file_filters.DUPLICATE)
+        if document.mtime_ns >= 0 and get_container_path(document.path) == document.path:
+            key = corpus.make_left_out_key(document.path, document.size, document.mtime_ns)
+            self.left_out[f"{corpus.TWIN}{key}"] = document.hash.hex()
 
     @contextlib.contextmanager
     def measure(self, stage: str) -> Iterator[None]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pathspec import GitIgnoreSpec
 from tokenizers import Tokenizer
@@ -38,8 +38,7 @@ TIER_FACTOR = 8  # how much larger the segments of the next tier may be
 TIER_MOST = 8  # segments of one tier before they are merged: their number grows with the logarithm of the tokens
 
 
-@dataclass(frozen=True, slots=True)
-class StoredDocument:
+class StoredDocument(NamedTuple):
     """A live document of the store."""
 
     key: Key
@@ -47,6 +46,10 @@ class StoredDocument:
     size: int
     mtime_ns: int
     hash: bytes
+
+
+# A file that must be read, with the documents that the store has of it
+ChangedFile = tuple[FoundFile, list[StoredDocument]]
 
 
 @dataclass(slots=True)
@@ -94,8 +97,8 @@ def update(
             found = corpus.find_files(sources, walked, recorder.skipped, omit=os.path.realpath(folder))
             anew = old.options.get("rules") != corpus.RULES
             left_out = {} if anew else read_left_out(folder, old)
-            found = [file for file in found if not _is_left_out(file, left_out, recorder)]
             to_read = _select_changed(found, read_stored_documents(folder, old), changes, members=walked != before, anew=anew)
+            to_read = _drop_left_out(to_read, left_out, changes, recorder)
         documents = _read_new_documents(to_read, walked, changes, recorder)
         settings = _get_settings(old, vectors, max_memory)
         entries = write_segments(documents, encoder, folder, settings, jobs, recorder)
@@ -278,19 +281,9 @@ def _combine_sources(manifest: Manifest, added: Iterable[CorpusSource]) -> list[
     return sources + [source for source in added if source.path not in present]
 
 
-def _is_left_out(file: FoundFile, left_out: dict[str, str], recorder: Recorder) -> bool:
-    """Return whether a file was left out as it is now, and record that it is again."""
-    reason = left_out.get(key := corpus.make_left_out_key(file)) if left_out and file.kind is None else None
-    if reason is None:
-        return False
-    recorder.left_out[key] = reason
-    corpus.add_left_out(recorder.skipped, reason)
-    return True
-
-
 def _select_changed(
     found: Iterable[FoundFile], known: Iterable[StoredDocument], changes: _Changes, *, members: bool, anew: bool
-) -> list[tuple[FoundFile, list[StoredDocument]]]:
+) -> list[ChangedFile]:
     """Return the files that must be read, each with the documents that the store has of it. Those of files that are gone get tombstones.
 
     `members`: files that hold many documents are read again, for other members may be wanted now. `anew`: all files are.
@@ -301,18 +294,39 @@ def _select_changed(
     to_read = []
     for file in found:
         documents = by_file.pop(file.name, [])
-        as_before = bool(documents) and all((d.size, d.mtime_ns) == (file.size, file.mtime_ns) for d in documents)
-        if as_before and not anew and not (members and file.kind is not None):
-            changes.unchanged += len(documents)
-            changes.live.update(d.hash for d in documents)
-        else:
+        is_changed = not documents or anew or (members and file.kind is not None)
+        if is_changed or any([d.mtime_ns != file.mtime_ns or d.size != file.size for d in documents]):  # noqa: C419 - half the time
             to_read.append((file, documents))
+        else:
+            changes.unchanged += len(documents)
+            for document in documents:
+                changes.live.add(document.hash)
     changes.tombstones.update(document.key for documents in by_file.values() for document in documents)
     return to_read
 
 
+def _drop_left_out(to_read: Sequence[ChangedFile], left_out: dict[str, str], changes: _Changes, recorder: Recorder) -> list[ChangedFile]:
+    """Return the files that were not left out as they are now, and record that the others are again. The document whose text a duplicate
+    has must be live and its file unchanged."""
+    kept, live = [], {content.hex() for content in changes.live}
+    for file, documents in to_read:
+        key = corpus.make_left_out_key(file.name, file.size, file.mtime_ns)
+        twin = f"{corpus.TWIN}{key}"
+        if file.kind is None and key in left_out:
+            recorder.left_out[key] = left_out[key]
+            corpus.add_left_out(recorder.skipped, left_out[key])
+        elif file.kind is None and left_out.get(twin) in live:
+            recorder.left_out[twin] = left_out[twin]
+            recorder.skipped.add(corpus.file_filters.DUPLICATE)
+        else:
+            kept.append((file, documents))
+            continue
+        changes.tombstones.update(document.key for document in documents)
+    return kept
+
+
 def _read_new_documents(
-    to_read: Sequence[tuple[FoundFile, list[StoredDocument]]], options: CorpusOptions, changes: _Changes, recorder: Recorder
+    to_read: Sequence[ChangedFile], options: CorpusOptions, changes: _Changes, recorder: Recorder
 ) -> Iterator[Document]:
     """Yield the documents of files that the store does not have as they are."""
     of_file = {file.name: {(d.path, d.hash): d for d in documents} for file, documents in to_read}
@@ -321,7 +335,7 @@ def _read_new_documents(
         if same is not None:
             changes.unchanged += 1
         elif document.hash in changes.live:
-            recorder.skipped.add(corpus.file_filters.DUPLICATE)
+            recorder.add_duplicate(document)
             continue
         else:
             changes.added += 1

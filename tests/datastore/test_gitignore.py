@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngramspec.datastore.gitignore import IgnoreRules, TimeLimit, TooSlowError
+from ngramspec.datastore.gitignore import UNION, IgnoreRules, TimeLimit, TooSlowError
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 LETTERS = "ab.-"
@@ -113,6 +113,17 @@ def test_no_pattern_backtracks(pattern: str, path: str) -> None:
     started = time.process_time()
     assert decide(pattern, path) is None
     assert time.process_time() - started < 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lines=st.lists(st.lists(st.sampled_from([*PIECES, "/", "!"]), min_size=1, max_size=4).map("".join), min_size=1, max_size=3 * UNION),
+    path=st.lists(st.sampled_from(["a", "b", "ab", ".a", "a.b"]), min_size=1, max_size=3).map("/".join),
+    is_folder=st.booleans(),
+)
+def test_the_last_of_many_patterns_decides(lines: list[str], path: str, is_folder: bool) -> None:
+    alone = [verdict for line in lines if (verdict := decide(line, path, is_folder)) is not None]
+    assert decide("\n".join(lines), path, is_folder) == (alone[-1] if alone else None)
 
 
 def test_case_and_marks() -> None:

@@ -83,9 +83,10 @@ def ls_files(root: Path, *options: str) -> set[str]:
 def list_names(root: Path, untracked: bool = False) -> tuple[set[str], Skipped]:
     skipped = Skipped()
     with ConfinedFolder(root) as tree:
-        found = list(Listing(str(root), tree, skipped, untracked=untracked).list_files())
-    assert len(found) == len({path for path, _ in found}), "each file once"
-    return {path for path, _ in found}, skipped
+        folders = Listing(str(root), tree, skipped, untracked=untracked).list_files()
+        found = [f"{folder}/{name}" if folder else name for folder, names, _ in folders for name in names]
+    assert len(found) == len(set(found)), "each file once"
+    return set(found), skipped
 
 
 def agree(root: Path) -> None:
