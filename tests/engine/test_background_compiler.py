@@ -40,6 +40,20 @@ print("\\n" + json.dumps(Compilations.names))
 """
 
 
+_LIST_CODE = """
+import gc, sys
+from numba.core.dispatcher import Dispatcher
+if sys.argv[1:]:
+    from ngramspec.cli.main import app
+    app(["complete", "def f(x):", "--model", sys.argv[1], "--max-tokens", "40", "--quiet", "--temperature", "0.7"], standalone_mode=False)
+else:
+    from ngramspec.engine import background_compiler
+    background_compiler.warm_up("float16")
+made = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
+print("\\n" + "; ".join(f"{each.py_func.__module__}.{each.py_func.__qualname__}{types}" for each in made for types in each.signatures))
+"""
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gguf.write(tmp_path_factory.mktemp("model") / "tiny.gguf", "qwen2", "Q4_K", std=0.1)
@@ -53,7 +67,22 @@ def complete(path: Path, cache: Path) -> tuple[list[str], list[str]]:
     return text, json.loads(names)
 
 
-@pytest.mark.slow
+def test_a_start_calls_nothing_but_what_is_compiled_ahead(path: Path) -> None:
+    """Functions with the types that they are compiled for, in one process each, whatever is kept already."""
+
+    def list_code(*arguments: str) -> set[str]:
+        done = subprocess.run([sys.executable, "-c", _LIST_CODE, *arguments], capture_output=True, check=True)
+        return set(done.stdout.decode(errors="replace").splitlines()[-1].split("; "))
+
+    called, ahead = list_code(str(path)), list_code()
+    own = {name.partition("(")[0].rpartition(".")[2] for name in called - ahead}
+    assert own <= {"_activate_few", "_rms_few", "_multiply_all", "_unpack_rows"}, (
+        "of the models' own modules, which are compiled in a moment"
+    )
+    assert any("native_steps.advance" in name for name in called)
+
+
+@pytest.mark.soak
 def test_a_first_start_leaves_nothing_to_compile(path: Path, tmp_path: Path) -> None:
     text, first = complete(path, tmp_path)
     again, second = complete(path, tmp_path)

@@ -16,6 +16,12 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import BLOCK, Completion
 from ngramspec.sampling_params import SamplingParams
 
+WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
+# How tokens are picked and how a family keeps its states do not interact: Llama in every way, the others in turns.
+CASES = [pytest.param("llama", WAYS[way], id=f"llama-{way}") for way in WAYS] + [
+    pytest.param(arch, WAYS[way], id=f"{arch}-{way}")
+    for arch, way in zip(["mistral", "qwen3_5_text", "lfm2", "granitemoehybrid", "nemotron_h"], [*WAYS] * 2, strict=False)
+]
 rng = np.random.default_rng(7)
 
 
@@ -39,7 +45,7 @@ def all_free(engine: Engine) -> None:
     assert engine.runner.pool.n_available == engine.runner.pool.n_blocks
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3_5_text", "lfm2", "granitemoehybrid", "nemotron_h"])
+@pytest.fixture(scope="module")
 def trio(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine, Engine, Oracle]]:
     """Without cache and speculation; with both; with both and a pool in which two sequences have room. Drafts are right and wrong."""
     oracle = Oracle()
@@ -52,7 +58,7 @@ def trio(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine, Engin
         engine.close()
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize(("trio", "params"), CASES, indirect=["trio"])
 def test_same_tokens_with_and_without(trio: tuple[Engine, Engine, Engine, Oracle], params: SamplingParams) -> None:
     plain, roomy, tight, oracle = trio
     system, other = text(75), text(40)

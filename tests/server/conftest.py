@@ -19,6 +19,15 @@ from ngramspec.server.run import BACKLOG, configuration
 from ngramspec.server.settings import ServerSettings
 
 
+@pytest.fixture(scope="package", autouse=True)
+def no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every client of httpx reads all certificates of the machine, which takes 30 ms: here all addresses are on loopback, without TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", "")
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("certificates")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     with left_clean(tiny_engine()) as engine:

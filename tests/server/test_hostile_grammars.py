@@ -19,7 +19,7 @@ from ngramspec.grammar import compiler_pool
 
 CPU_S = compiler_pool.TIMEOUT_S + 2
 """Of the process, which compiles again what was tried in time; of the wall's clock it would be no less when the machine is busy."""
-QUIET = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+QUIET = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import tiny
 from tiny_server import Server, chat_tokenizer, tiny_engine
 
 from ngramspec.datastore import Datastore
+from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.app import create_app
 from ngramspec.server.auth import Identity
@@ -34,7 +35,7 @@ def until(what: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + WAIT_S
     while not (found := what()):
         assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
+        time.sleep(0.1)
     return found
 
 
@@ -212,20 +213,39 @@ def test_no_trees_cost_nothing(own: Engine) -> None:
     assert create_app(own, ServerSettings()).state.server.repositories.trees == {}
 
 
+BUILD = """
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from tokenizers import Tokenizer
+from ngramspec.server.repositories import Repositories
+tokenizer = SimpleNamespace(backend_tokenizer=Tokenizer.from_file(sys.argv[1]))
+Repositories({"tree": sys.argv[2]}, Path(sys.argv[3])).start(SimpleNamespace(tokenizer=tokenizer, name="m"))
+signal.pause()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_during_the_first_build_leaves_nothing_of_it(tmp_path: Path, number: signal.Signals) -> None:
-    """A process of its own, with everything that the command does."""
+    """A process of its own, with everything that the command does when it is interrupted. Killed, it leaves the child alone."""
     tree = Path(make_tree(tmp_path / "tree"))
     for n in range(4000):
         (tree / f"more{n}.py").write_text(f"x = {n}\n" * 200)
-    tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
-    chat_tokenizer().save_pretrained(tmp_path / "model")
-    command = ["serve", "--model", str(tmp_path / "model"), "--port", "0", "--threads", "1", "--log-format", "json", "--repo", str(tree)]
-    environment = os.environ | {"NGRAMSPEC_CACHE": str(tmp_path / "cache")}
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    chat_tokenizer().save_pretrained(model)
+    cache.mkdir()
+    if number == signal.SIGKILL:
+        command = ["-c", BUILD, str(model / "tokenizer.json"), str(tree), str(cache / "stores")]
+    else:
+        tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(model)
+        (cache / "code").symlink_to((cache_dir() / "code").resolve())  # it is killed before it had compiled any
+        command = ["-m", "ngramspec", "serve", "--model", str(model), "--port", "0", "--threads", "1", "--repo", str(tree)]
+    environment = os.environ | {"NGRAMSPEC_CACHE": str(cache)}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-m", "ngramspec", *command], env=environment, **quiet) as process:
-        trees = tmp_path / "cache" / "stores" / "trees"
+    with subprocess.Popen([sys.executable, *command], env=environment, **quiet) as process:
+        trees = cache / "stores" / "trees"
         until(lambda: trees.exists() and list(trees.iterdir()))
         process.send_signal(number)
         assert process.wait(WAIT_S) == (-number if number == signal.SIGKILL else 0)

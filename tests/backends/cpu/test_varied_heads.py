@@ -26,7 +26,7 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_
 OPTIONS: dict[str, dict[str, Any]] = {
     "dense": PLAIN, "inputs and shared keys": LAYERS | {"num_kv_shared_layers": 4, "attention_k_eq_v": False}, "experts": PLAIN | EXPERTS,
 }  # fmt: skip
-PROMPT, N = [7, 8, 9, 10] * 5, 200
+PROMPT, N = [7, 8, 9, 10] * 5, 80
 
 
 def make_model(name: str) -> PreTrainedModel:
