@@ -101,7 +101,7 @@ class ConfinedFolder:
             folder = self._enter_folders([])
             return os.lstat(folder) if isinstance(folder, str) else os.fstat(folder)
         parent, name = self._enter_parent(relative)
-        return os.lstat(f"{parent}/{name}") if isinstance(parent, str) else os.stat(name, dir_fd=parent, follow_symlinks=False)
+        return _lstat_in(parent, name)
 
     def lstat_files(self, folder: str, names: Sequence[str]) -> list[os.stat_result | OSError]:
         """Return what `lstat` returns or raises for each of some names in one folder, which is entered once."""
@@ -115,10 +115,7 @@ class ConfinedFolder:
             try:
                 if is_deepest or 4 * (len(folder) + 1 + len(name)) > MAX_PATH or not _has_place(name, self._in_git):
                     split_path(f"{folder}/{name}" if folder else name, in_git=self._in_git)  # says what is wrong with it
-                if isinstance(parent, str):
-                    found.append(os.lstat(f"{parent}/{name}"))
-                else:
-                    found.append(os.stat(name, dir_fd=parent, follow_symlinks=False))
+                found.append(_lstat_in(parent, name))
             except OSError as error:
                 found.append(error)
         return found
@@ -225,6 +222,10 @@ def _check_component(path: str, *, folder: bool) -> None:
         raise OSError(errno.ELOOP, THROUGH_LINK, path)
     if folder and not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+
+
+def _lstat_in(folder: int | str, name: str) -> os.stat_result:
+    return os.lstat(f"{folder}/{name}") if isinstance(folder, str) else os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
 def _type_of(entry: os.DirEntry[str]) -> int:

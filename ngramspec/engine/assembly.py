@@ -353,15 +353,14 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     """
     if config.prefix_cache_path is None or not config.prefix_cache:
         return None
-    pool, slot, state = runner.pool, runner.slot_for_tests(BLOCK), b""
+    pool, slot = runner.pool, runner.slot_for_tests(BLOCK)
     tokens = (np.arange(BLOCK) * 7919 % runner.vocab_size).astype(np.int32)
     runner.forward(pack([Span(slot, tokens, 0, logits=0)], pool, runner.rows_per_item)).wait()
     block = pool.read_block(int(pool.tables[slot, 0]))
     if runner.is_recurrent:
         pool.register(slot, [_TRIAL])
     pool.release(slot)
-    if runner.is_recurrent:
-        state = pool.read_state(_TRIAL) or b""
+    state = pool.read_state(_TRIAL) or b""
     model = hashlib.sha256(block + state + start_cache.digest_code().encode()).hexdigest()[:32]
     root = Path(config.prefix_cache_path).expanduser()
     folder = PrefixFolder(root, model, len(block), len(state), config.prefix_cache_size)
