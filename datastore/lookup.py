@@ -73,11 +73,12 @@ from .search import (
     LANE,
     LENGTH,
     LO,
-    MAY,
     N_SUFFIXES,
     N_TOKENS,
     QUERY,
     ROW,
+    SEGMENT,
+    SEQUENCE,
     SHARED_HI,
     SHARED_LO,
     SUFFIXES,
@@ -98,7 +99,8 @@ REUSES = 4  # steps in a row without a search, at most: shorter matches that beg
 LONG_MATCH, MANY = 16, 8
 
 _INDEX, _SHARED, _FROM, _COUNT, _CURSOR = range(5)
-_LANES = 16  # sequences that are searched at once
+_SEQUENCES = 16  # whose drafts are made together
+_LANES = 16  # searches of one sequence in one segment that go on together
 _PREFETCH = 8  # entries ahead of the one that is read whose tokens are asked for
 ALL_STORES = -1
 _INSPECT = 8  # entries looked at in one search, deleted ones included, as a multiple of `occurrences`
@@ -173,7 +175,7 @@ class Matcher:
         self.snapshots = tuple(snapshots)
         self._stores = np.repeat(np.arange(len(snapshots)), [len(s.segments) for s in snapshots])  # of each segment
         self._buffers[ROWS], self._n_suffixes = np.ascontiguousarray(rows), rows[:, N_SUFFIXES].tolist()
-        self._buffers[CURSORS] = np.zeros((_LANES, 2 * len(rows), _CURSOR), np.int64)
+        self._buffers[CURSORS] = np.zeros((_SEQUENCES, 2 * len(rows), _CURSOR), np.int64)
         self._buffers[ALLOWED] = np.ones((len(self._buffers[STATE]), len(rows)), np.uint8)
         self._buffers[STATE][:] = 0
         self.work[N_SEGMENTS] = len(rows)
@@ -249,33 +251,57 @@ def propose_batch(work, slots, contexts, fresh):
     rows = carray(pointer(work[ROWS]), (work[N_SEGMENTS], ROW), np.int64)
     start = carray(pointer(work[OUT_START]), work[MAX_SEQS] + 1, np.int64)
     lanes = carray(pointer(work[LANES]), (_LANES, LANE), np.int64)
-    cursors = carray(pointer(work[CURSORS]), (_LANES, 2 * work[N_SEGMENTS], _CURSOR), np.int64)
+    cursors = carray(pointer(work[CURSORS]), (_SEQUENCES, 2 * work[N_SEGMENTS], _CURSOR), np.int64)
+    searched = np.empty(_SEQUENCES, np.int64)  # which of the contexts
     address = contexts.ctypes.data
     n = 0
     start[0] = 0
-    for first in range(0, len(slots), _LANES):
-        last = min(first + _LANES, len(slots))
-        n_lanes = 0
+    for first in range(0, len(slots), _SEQUENCES):
+        last = min(first + _SEQUENCES, len(slots))
+        n_searched = 0
         for b in range(first, last):
             query = address + 4 * work[MAX_MATCH] * b
             if _in_range(work, slots[b]) and not _advance_occurrences(work, rows, np.int64(slots[b]), query, np.int64(fresh[b])):
-                lanes[n_lanes, QUERY], lanes[n_lanes, LENGTH] = query, _measure_context(work, query)
-                lanes[n_lanes, MAY] = work[ALLOWED] + work[N_SEGMENTS] * slots[b]
-                n_lanes += 1
-        for s in range(work[N_SEGMENTS]):
-            find_insertions(rows[s], lanes, n_lanes, s)
-            for i in range(n_lanes):
-                _place_cursors(rows[s], lanes[i], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
-        lane = 0
+                searched[n_searched] = b
+                n_searched += 1
+        _search_segments(work, rows, lanes, cursors, slots, address, searched[:n_searched])
+        at = 0
         for b in range(first, last):
             if _in_range(work, slots[b]):
                 slot = np.int64(slots[b])
-                if lane < n_lanes and lanes[lane, QUERY] == address + 4 * work[MAX_MATCH] * b:
-                    _collect_occurrences(work, rows, slot, lanes[lane, QUERY], cursors[lane])
-                    lane += 1
+                if at < n_searched and searched[at] == b:
+                    _collect_occurrences(work, rows, slot, address + 4 * work[MAX_MATCH] * b, cursors[at])
+                    at += 1
                 n += build_tree(work, rows, slot, n)
             start[b + 1] = n
     return n
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _search_segments(work, rows, lanes, cursors, slots, address, searched):
+    """Place the cursors of every context of `searched` in each segment that its slot may use; elsewhere they share nothing."""
+    allowed = carray(pointer(work[ALLOWED]), (work[MAX_SEQS], work[N_SEGMENTS]), np.uint8)
+    n = 0
+    for s in range(work[N_SEGMENTS]):
+        for i in range(len(searched)):
+            if allowed[slots[searched[i]], s] == 0:
+                cursors[i, 2 * s, _SHARED], cursors[i, 2 * s + 1, _SHARED] = 0, 0
+                continue
+            query = address + 4 * work[MAX_MATCH] * searched[i]
+            lanes[n, SEGMENT], lanes[n, SEQUENCE], lanes[n, QUERY], lanes[n, LENGTH] = s, i, query, _measure_context(work, query)
+            n += 1
+            if n == _LANES:
+                _search_lanes(work, rows, lanes, n, cursors)
+                n = 0
+    _search_lanes(work, rows, lanes, n, cursors)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _search_lanes(work, rows, lanes, n, cursors):
+    find_insertions(rows, lanes, n)
+    for k in range(n):
+        s, i = lanes[k, SEGMENT], lanes[k, SEQUENCE]
+        _place_cursors(rows[s], lanes[k], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

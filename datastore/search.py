@@ -121,37 +121,43 @@ def count_run(row, start, step, query, length, exact):
 
 
 # columns of a lane of `find_insertions`
-(QUERY, LENGTH, LO, HI, SHARED_LO, SHARED_HI, POSITION, MAY, LANE) = range(9)
+(SEGMENT, SEQUENCE, QUERY, LENGTH, LO, HI, SHARED_LO, SHARED_HI, POSITION, LANE) = range(10)
+_FEW = 8  # lanes, at most, of which both entries that may come next are asked for while the text of this one is
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def find_insertions(row, lanes, n, segment):
-    """Do `find_insertion` for n contexts at once: lanes [n, LANE] hold QUERY and LENGTH, and get LO + 1, SHARED_LO and SHARED_HI.
+def find_insertions(rows, lanes, n):
+    """Do `find_insertion` for n contexts, each in a segment, at once: lanes [n, LANE] hold SEGMENT (of `rows`), QUERY and LENGTH, and get
+    LO + 1, SHARED_LO and SHARED_HI.
 
-    A lane is passed over, as if it shared nothing, if the byte at its MAY + `segment` is 0. All lanes take one step, then the next: each
-    waits for memory while the others go on, which is far quicker than one after the other.
+    All lanes take one step, then the next: each waits for memory while the others go on, which is far quicker than one after the other.
     """
-    tokens, wide, suffixes, width, n_tokens = row[TOKENS], row[WIDE] != 0, row[SUFFIXES], row[WIDTH], row[N_TOKENS]
-    shift = 2 if wide else 1
     left = np.int64(0)
     for i in range(n):
-        lanes[i, LO], lanes[i, SHARED_LO], lanes[i, SHARED_HI] = -1, 0, 0
-        lanes[i, HI] = row[N_SUFFIXES] if load_u8(lanes[i, MAY] + segment) else 0
-        left = max(left, lanes[i, HI] + 1)  # all ranges that are searched begin alike, and halve alike but for one entry
+        s = lanes[i, SEGMENT]
+        lanes[i, LO], lanes[i, HI], lanes[i, SHARED_LO], lanes[i, SHARED_HI] = -1, rows[s, N_SUFFIXES], 0, 0
+        left = max(left, rows[s, N_SUFFIXES] + 1)
     while left > 1:
         for i in range(n):
             if lanes[i, HI] - lanes[i, LO] > 1:
-                p = read_position(suffixes, width, (lanes[i, LO] + lanes[i, HI]) >> 1)
-                prefetch(tokens + ((p - 1) << shift))
+                s = lanes[i, SEGMENT]
+                mid = (lanes[i, LO] + lanes[i, HI]) >> 1
+                p = read_position(rows[s, SUFFIXES], rows[s, WIDTH], mid)
+                prefetch(rows[s, TOKENS] + (p - 1) * (4 if rows[s, WIDE] else 2))
+                if n <= _FEW:
+                    prefetch(rows[s, SUFFIXES] + rows[s, WIDTH] * ((lanes[i, LO] + mid) >> 1))
+                    prefetch(rows[s, SUFFIXES] + rows[s, WIDTH] * ((mid + lanes[i, HI]) >> 1))
                 lanes[i, POSITION] = p
         for i in range(n):
             lo, hi = lanes[i, LO], lanes[i, HI]
             if hi - lo <= 1:
                 continue
+            s = lanes[i, SEGMENT]
+            tokens, wide = rows[s, TOKENS], rows[s, WIDE] != 0
             p, query, length = lanes[i, POSITION], lanes[i, QUERY], lanes[i, LENGTH]
             k = 0
             before = False
-            if p >= 1 and p < n_tokens:
+            if p >= 1 and p < rows[s, N_TOKENS]:
                 k = count_agreement(tokens, wide, p, query, min(lanes[i, SHARED_LO], lanes[i, SHARED_HI]), length)
                 before = k < length and k < p and read_token(tokens, wide, p - 1 - k) < load_i32(query + 4 * k)
             if before:
@@ -160,8 +166,8 @@ def find_insertions(row, lanes, n, segment):
             else:
                 hi = (lo + hi) >> 1
                 lanes[i, HI], lanes[i, SHARED_HI] = hi, k
-            if hi - lo > 1:
-                prefetch(suffixes + width * ((lo + hi) >> 1))
+            if hi - lo > 1 and n > _FEW:
+                prefetch(rows[s, SUFFIXES] + rows[s, WIDTH] * ((lo + hi) >> 1))
         left = (left + 1) >> 1
 
 
