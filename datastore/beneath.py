@@ -12,6 +12,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ MAX_DEPTH = 128  # components of a relative path. One descriptor is kept open fo
 OUTSIDE_NAMES = "a component of its path is empty, '.', '..', '.git', or not a name on this system"
 THROUGH_LINK = "its path leads through a link"
 NOT_REGULAR = "not a regular file"
+# A name that has no place in a tree, or may have none, among names between line feeds
+_MAYBE_OUTSIDE = re.compile(r"\n\n|\0|[/\\:*?\"<>|]|\n\.\.?\n|\n(?:\.git|git~1)[ .]*\n", re.IGNORECASE)
 _BY_DESCRIPTOR = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW") and hasattr(os, "O_DIRECTORY")
 _FILE = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
 # O_PATH passes a folder that may be entered but not listed, as any program can
@@ -110,10 +113,10 @@ class ConfinedFolder:
         except OSError as error:
             return [error] * len(names)
         found: list[os.stat_result | OSError] = []
-        is_deepest = len(self._names) >= MAX_DEPTH
+        is_doubtful = len(self._names) >= MAX_DEPTH or _MAYBE_OUTSIDE.search("\n".join(("", *names, ""))) is not None
         for name in names:
             try:
-                if is_deepest or 4 * (len(folder) + 1 + len(name)) > MAX_PATH or not _has_place(name, self._in_git):
+                if is_doubtful or 4 * (len(folder) + 1 + len(name)) > MAX_PATH:
                     split_path(f"{folder}/{name}" if folder else name, in_git=self._in_git)  # says what is wrong with it
                 found.append(_lstat_in(parent, name))
             except OSError as error:

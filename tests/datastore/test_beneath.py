@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -163,3 +164,16 @@ def test_no_descriptor_is_left_open(root: Path) -> None:
         with contextlib.suppress(OSError):
             read_beneath(root, path, 3)
     assert len(list(folder.iterdir())) == before
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".git", ".GIT", "GIT~1", ".git. .", "a\0b", "x/../y"])
+def test_status_of_several_names_refuses_what_has_no_place(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a").write_text("a")
+    (tmp_path / ".gitignore").write_text("")
+    with ConfinedFolder(tmp_path) as tree:
+        first, refused, last = tree.lstat_files("", ["a", name, ".gitignore"])
+        assert isinstance(first, os.stat_result)
+        assert isinstance(last, os.stat_result)
+        assert isinstance(refused, OSError)
+        assert refused.errno == errno.EINVAL
+        assert all(isinstance(status, os.stat_result) for status in tree.lstat_files("", ["a", ".gitignore"]))
