@@ -32,6 +32,7 @@ from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
 from ngramspec.models.names import locate_gguf
+from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span, pack
@@ -146,7 +147,7 @@ def _bind(
     model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, modules: bool
 ) -> BoundModel:
     numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
-    code = background_compiler.start_compiling(_guess_kv_dtype(model, config, device), progress) if device.device == "cpu" else None
+    code = background_compiler.start_compiling(_guess_compiled(model, config, device), progress) if device.device == "cpu" else None
     try:
         return _bind_beside(code, model, tokenizer, config, device, progress, modules)
     except BaseException:
@@ -199,6 +200,8 @@ def _bind_beside(
                 kept.write(document)
 
     keep()
+    if code is not None:
+        code.go_on()
     log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_tokens)
     encoding = Encoding(about.tokenizer, runner.vocab_size)
     return BoundModel(
@@ -258,7 +261,7 @@ def _again(
         return open_model(str(kept.file.path)).model
 
     options = _cpu_options(config, device, _longest(config, about.trained), progress, wait_for_code)
-    wait_for_code("packing")
+    wait_for_code(*background_compiler.LOADING)
     runner = LlamaRunner(weight_map, source, make_model=make_model, **options)
     return runner, about
 
@@ -305,7 +308,7 @@ def _runner(
         plain = not device.exact
         check_memory(count_packed_bytes(source, plain), "cpu", loaded.name)
         options = _cpu_options(config, device, longest, progress, wait_for_code)
-        wait_for_code("packing")
+        wait_for_code(*background_compiler.LOADING)
         return CpuRunner(loaded.model, source, plain=plain, longest=longest, **options)
     from ngramspec.backends.cuda.cuda_runner import CudaRunner  # imports Triton
 
@@ -391,12 +394,16 @@ def speculator(config: EngineConfig, runner: Runner, cost: CostModel, drafters: 
     )
 
 
-def _guess_kv_dtype(model: str | PreTrainedModel, config: EngineConfig, device: DeviceConfig) -> str:
-    """Guess the type of keys and values before the model's file has been read: float16 beside quantised weights."""
-    if config.kv_dtype != "auto":
-        return config.kv_dtype
+def _guess_compiled(model: str | PreTrainedModel, config: EngineConfig, device: DeviceConfig) -> background_compiler.CompiledFor:
+    """Guess what code is needed before the model's file has been read: keys and values are float16 beside quantised weights."""
     is_gguf = isinstance(model, str) and (model == "smollm2" or model.lower().endswith(".gguf"))
-    return "float16" if (is_gguf or config.quantize == "q8_0") and device.precision != "float32" else "float32"
+    int8 = (is_gguf or config.quantize == "q8_0") and device.precision != "float32"
+    kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else "float16" if int8 else "float32"
+    path = ""
+    if isinstance(model, str) and is_gguf and device.exact and config.quantize == "none":
+        file = smollm2_gguf() if model == "smollm2" else Path(model).expanduser()
+        path = str(file) if file.is_file() else ""
+    return background_compiler.CompiledFor(kv_dtype, path, int8)
 
 
 def _default_kv_bytes() -> int:

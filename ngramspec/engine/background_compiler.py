@@ -16,8 +16,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from ngramspec.backends.cpu import llama_pass, tiny_pass
+from ngramspec.backends.cpu.cores import count_cores
 from ngramspec.child_process import ChildEndedError, ChildProcess, Message, answer_messages
 from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
@@ -30,47 +33,73 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
-# Stages and what each compiles or loads, given the type of keys and values.
-STAGES: dict[str, Callable[[str], object]] = {
-    "packing": lambda _kv: tiny_pass.compile_packing(),
-    "batches": lambda _kv: verify.warmup_batches(),
-    "sampling": lambda _kv: sampler.warmup(),
-    "verification": lambda _kv: verify.warmup(),
-    "statistics": lambda _kv: draft_stats.warmup(),
-    "cost": lambda _kv: cost_model.warmup(),
-    "attention": tiny_pass.compile_attention,
-    "pass arguments": lambda kv: tiny_pass.make_tiny_pass(kv, cache_dir() / "code"),
-    "pass": lambda kv: tiny_pass.run_tiny_pass(kv, cache_dir() / "code"),
-    "draft state": lambda _kv: proposer.idle(),
-    "drafting": lambda _kv: proposer.warmup(),
-    "native steps": lambda kv: native_steps.compile_steps(*tiny_pass.make_tiny_pass(kv, cache_dir() / "code")),
-    "native drafting": lambda kv: native_steps.compile_drafting(*tiny_pass.make_tiny_pass(kv, cache_dir() / "code")),
+
+@dataclass(frozen=True, slots=True)
+class CompiledFor:
+    """What code is compiled for."""
+
+    kv_dtype: str
+    """The type of keys and values, "float16" or "float32"."""
+    gguf: str = ""
+    """The model's file, for the formats of its weights; "" if there is none."""
+    int8: bool = True
+    """Whether activations may have 8 bits."""
+
+
+# Stages and what each compiles or loads.
+STAGES: dict[str, Callable[[CompiledFor], object]] = {
+    "packing": lambda _: tiny_pass.compile_packing(),
+    "batches": lambda _: verify.warmup_batches(),
+    "sampling": lambda _: sampler.warmup(),
+    "verification": lambda _: verify.warmup(),
+    "statistics": lambda _: draft_stats.warmup(),
+    "cost": lambda _: cost_model.warmup(),
+    "attention": lambda to: tiny_pass.compile_attention(to.kv_dtype),
+    "modules": lambda _: tiny_pass.compile_modules(_code_folder()),
+    "kernels": lambda to: tiny_pass.compile_kernels(to.gguf, to.int8, _code_folder()) if to.gguf else None,
+    "pass arguments": lambda to: tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder()),
+    "pass": lambda to: tiny_pass.run_tiny_pass(to.kv_dtype, _code_folder()),
+    "accepted paths": lambda to: tiny_pass.keep_tiny_paths(to.kv_dtype, _code_folder()),
+    "draft state": lambda _: proposer.idle(),
+    "draft trees": lambda _: native_steps.find_build_trees(proposer.idle().draft_state),
+    "learning": lambda _: native_steps.find_update(proposer.idle().draft_state),
+    "drafting": lambda _: proposer.warmup(),
+    "native steps": lambda to: native_steps.compile_steps(*tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder())),
+    "native drafting": lambda to: native_steps.compile_drafting(*tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder())),
 }
-_PASSES = ("packing", "attention", "pass arguments", "pass")
-PLAIN = (*_PASSES, "batches", "sampling", "verification", "statistics", "cost")  # stages that a first token needs
+LOADING = ("packing", "kernels", "modules")  # stages that packing a model's weights needs
+_PASSES = (*LOADING, "attention", "pass arguments", "pass")
+PLAIN = (*_PASSES, "batches", "statistics", "cost")  # stages that a first token needs, if it is the likeliest one
+SAMPLING = ("sampling", "verification")  # stages that any other choice of a token needs besides
 # Which child compiles which stages, in order.
-_CHILDREN = (
-    ("packing", "pass arguments", "pass", "native steps"),
-    ("batches", "attention", "sampling", "verification", "statistics", "cost", "draft state", "drafting", "native drafting"),
+CHILDREN = (
+    ("pass arguments", "modules", "pass", "accepted paths", *SAMPLING, "learning", "native steps"),
+    ("batches", "attention", "packing", "kernels", "statistics", "cost", "draft state", "draft trees", "drafting", "native drafting"),
 )
-# What a stage waits for. Two children must not compile the same function, and on two cores drafting would delay the first token.
+# What a stage waits for: two children must not compile the same function.
 _NEEDS = {
     "pass": ("batches", "attention"),
     "draft state": ("pass",),
-    "native steps": ("verification", "statistics", "draft state"),
+    "learning": ("draft state",),
+    "drafting": ("learning",),
     "native drafting": ("native steps",),
 }
+FEW_CORES = 3  # with as many or fewer, what a first token does not need is compiled once the model is loaded
 NICE = 5  # priority given up by a child once what it compiles is not needed for a first token
 COLLECT_AT = 20_000  # new objects before a child collects garbage; with Python's 700, a tenth of its time went there
 POLL_S = 1.0  # seconds between two looks whether the parent still lives
 
 
+def _code_folder() -> Path:
+    return cache_dir() / "code"
+
+
 def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) -> None:
     """Compile in this process, or load from disk, what steps need. `kv_dtype`: also passes, with keys and values of that type."""
-    names = [name for name in STAGES if kv_dtype or name not in (*_PASSES, "native steps", "native drafting")]
+    names = [name for name in STAGES if kv_dtype or name not in (*_PASSES, "accepted paths", "native steps", "native drafting")]
     for i, name in enumerate(names):
         progress(f"compiling, {i + 1} of {len(names)}, once per installation")
-        STAGES[name](kv_dtype or "float16")
+        STAGES[name](CompiledFor(kv_dtype or "float16"))
 
 
 def is_compiled() -> bool:
@@ -81,22 +110,25 @@ def is_compiled() -> bool:
 class BackgroundCompiler:
     """Two child processes that compile all stages. For any thread."""
 
-    def __init__(self, kv_dtype: str, progress: Progress) -> None:
+    def __init__(self, code: CompiledFor, progress: Progress) -> None:
         """Start compiling. `progress` is told how far it is, until it is set to None. Raises OSError."""
         self.progress: Progress | None = progress
         self._done = {name: threading.Event() for name in STAGES}
+        self._may_go_on = threading.Event()  # with stages that a first token does not need
+        if count_cores() > FEW_CORES:
+            self._may_go_on.set()
         self._error: Exception | None = None
         self._is_closed = False
         self._children: list[ChildProcess] = []
         try:
-            for _ in _CHILDREN:
-                child = ChildProcess(__name__, ("ngramspec", "numba", "llvmlite", "numpy"), {"kv_dtype": kv_dtype}, use_site=True)
+            for _ in CHILDREN:
+                child = ChildProcess(__name__, ("ngramspec", "numba", "llvmlite", "numpy"), asdict(code), use_site=True)
                 self._children.append(child)
         except OSError:
             for child in self._children:
                 child.close()
             raise
-        for child, names in zip(self._children, _CHILDREN, strict=True):
+        for child, names in zip(self._children, CHILDREN, strict=True):
             threading.Thread(target=self._compile, args=(child, names), name="ngramspec-compiling", daemon=True).start()
 
     @property
@@ -108,9 +140,14 @@ class BackgroundCompiler:
         for name in names:
             self._done[name].wait()
 
+    def go_on(self) -> None:
+        """Compile the other stages, too: the model is loaded."""
+        self._may_go_on.set()
+
     def close(self) -> None:
         """End the children, which the threads that wait for them close. Can be called any number of times."""
         self._is_closed = True
+        self._may_go_on.set()
         for child in self._children:
             child.kill()
 
@@ -119,6 +156,8 @@ class BackgroundCompiler:
             child.wait_until_ready()
             for name in names:
                 self.wait(*_NEEDS.get(name, ()))
+                if name not in PLAIN:
+                    self._may_go_on.wait()
                 child.ask({"stage": name}, math.inf)
                 self._done[name].set()
                 if self.progress is not None:
@@ -134,13 +173,13 @@ class BackgroundCompiler:
                 self._done[name].set()
 
 
-def start_compiling(kv_dtype: str, progress: Progress) -> BackgroundCompiler | None:
+def start_compiling(code: CompiledFor, progress: Progress) -> BackgroundCompiler | None:
     """Compile in the background; None if there is nothing to compile, or if it cannot be kept or no process can be started."""
     if is_compiled() or not code_cache.is_writable(llama_pass.run_thread):
         return None
     progress("compiling, once per installation")
     try:
-        return BackgroundCompiler(kv_dtype, progress)
+        return BackgroundCompiler(code, progress)
     except OSError as error:
         log.warning("no process can be started to compile in (%s): compiling in this one, which takes longer", error)
         return None
@@ -150,7 +189,8 @@ def compile_all(progress: Progress) -> None:
     """Compile everything for quantised and for float32 models, and return when it is done. Raises OSError if it cannot be kept."""
     if not code_cache.is_writable(llama_pass.run_thread):
         raise OSError("compiled code cannot be kept, so compiling ahead is of no use (NGRAMSPEC_CACHE may name a folder with room)")
-    if (code := start_compiling("float16", progress)) is not None:
+    if (code := start_compiling(CompiledFor("float16"), progress)) is not None:
+        code.go_on()
         code.wait(*STAGES)
         code.close()
     for kv_dtype in ("float16", "float32"):
@@ -169,12 +209,14 @@ def serve() -> None:
 
 
 def _make_answer(setup: Message) -> Callable[[Message], Message]:
+    code = CompiledFor(**setup)
+
     def answer(message: Message) -> Message:
         name = message["stage"]
         if name not in PLAIN and hasattr(os, "nice"):
             with contextlib.suppress(OSError):
                 os.nice(NICE)
-        STAGES[name](setup["kv_dtype"])
+        STAGES[name](code)
         return {}
 
     return answer

@@ -24,7 +24,7 @@ from ngramspec.datastore.reader import Datastore
 from ngramspec.engine import assembly, native_steps, sequence
 from ngramspec.engine.acceptance import Acceptance, acceptance
 from ngramspec.engine.assembly import Progress
-from ngramspec.engine.background_compiler import STAGES, BackgroundCompiler, warm_up
+from ngramspec.engine.background_compiler import SAMPLING, STAGES, BackgroundCompiler, warm_up
 from ngramspec.engine.request import BeamControl, ChatOptions, Deliver, Hints, PromptOptions, Request, merge_params, split_options
 from ngramspec.engine.step import Core
 from ngramspec.engine.streams import ChatStream, Stream, read_last
@@ -109,7 +109,8 @@ class Engine:
                 check_store(store, bound.encoding, bound.name)
             drafts = assembly.speculator(config, bound.runner, bound.cost, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
-            core.lacks_code = bound.code is not None
+            if bound.code is not None:
+                core.lacks_code, core.wait_for_sampling = True, partial(bound.code.wait, *SAMPLING)
             core.prefixes = assembly.open_prefix_store(config, bound.runner)
             if stores:
                 core.use_datastores(stores)

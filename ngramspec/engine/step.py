@@ -56,6 +56,8 @@ class Core:
         self.drafts_forced_tokens = True
         self.lacks_code = False
         """Whether drafting and native steps are still being compiled: passes are plain until `begin_speculation`."""
+        self.wait_for_sampling: Callable[[], None] = lambda: None
+        """Returns once what draws tokens, or changes their logits, has been compiled."""
         self.prefixes: PrefixStore | None = None
         """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
         self._n_drafting = 0  # sequences that a draft was looked for in this step
@@ -108,6 +110,8 @@ class Core:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
+        if self.lacks_code and not (seq.sampler.greedy and seq.sampler.is_plain):
+            self.wait_for_sampling()
         seq.speculation = seq.speculation and self.speculator.active
         self.scheduler.add(seq)
 

@@ -127,12 +127,13 @@ def end_token_ids(ids: Mapping[str, int], stated: Iterable[int], stated_fim: Map
     return ends
 
 
-def end_token_ids_of(gguf: Gguf) -> set[int]:
+def end_token_ids_of(gguf: Gguf, tokens: list[str] | None = None) -> set[int]:
     """Return the tokens that end a text of a GGUF file's model, by its metadata and its vocabulary.
 
-    llama.cpp's ids for files that state no end of sequence at all (11 in a byte-pair vocabulary) are left out: they are Falcon's.
+    `tokens`: the vocabulary, if it has been read. llama.cpp's ids for files that state no end of sequence at all (11 in a byte-pair
+    vocabulary) are left out: they are Falcon's.
     """
-    tokens = _tokens(gguf)
+    tokens = _tokens(gguf) if tokens is None else tokens
 
     def stated(names: Iterable[str]) -> dict[str, int]:
         found = {name: gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names}
@@ -142,9 +143,9 @@ def end_token_ids_of(gguf: Gguf) -> set[int]:
     return end_token_ids(ids, stated(("eos", "eot", "eom")).values(), stated(FIM_END_NAMES))
 
 
-def added_tokens(gguf: Gguf) -> list[AddedToken]:
+def added_tokens(gguf: Gguf, tokens: list[str]) -> list[AddedToken]:
     """Return the tokens that are matched in a text before it is split, by their ids. Special ones are no part of the text."""
-    tokens, ends = _tokens(gguf), end_token_ids_of(gguf)
+    ends = end_token_ids_of(gguf, tokens)
     ids = {token: number for number, token in enumerate(tokens)}
     kinds = read_array(gguf, "tokenizer.ggml.token_type")[: len(tokens)]
     kinds += [TokenKind.NORMAL] * (len(tokens) - len(kinds))
@@ -181,8 +182,8 @@ def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
         backend.normalizer = split.normalizer
     backend.pre_tokenizer = split.pre_tokenizer({token for token in ids if len(token) == 1})
     backend.decoder = split.decoder
-    backend.add_tokens(added_tokens(gguf))
-    return _make_fast(backend, gguf, add_bos=split.add_bos)
+    backend.add_tokens(added_tokens(gguf, tokens))
+    return _make_fast(backend, gguf, tokens, add_bos=split.add_bos)
 
 
 def sentence_piece_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
@@ -206,8 +207,8 @@ def sentence_piece_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), blanks]) if begins else blanks
     strip = [decoders.Strip(" ", 1, 0)] if begins else []
     backend.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    backend.add_tokens(added_tokens(gguf))
-    return _make_fast(backend, gguf, add_bos=True)
+    backend.add_tokens(added_tokens(gguf, tokens))
+    return _make_fast(backend, gguf, tokens, add_bos=True)
 
 
 def read_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
@@ -240,11 +241,11 @@ def _order_merges(gguf: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list
     return [(left, right) for _, _, left, right in pairs]
 
 
-def _make_fast(backend: Tokenizer, gguf: Gguf, add_bos: bool) -> PreTrainedTokenizerFast:
+def _make_fast(backend: Tokenizer, gguf: Gguf, tokens: list[str], add_bos: bool) -> PreTrainedTokenizerFast:
     """Return transformers' tokenizer with the file's control tokens. `add_bos`: whether texts begin with one if the file does not say."""
     from transformers import PreTrainedTokenizerFast
 
-    tokens, metadata, named = _tokens(gguf), gguf.metadata, {}
+    metadata, named = gguf.metadata, {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         named[f"{name}_token"] = tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None

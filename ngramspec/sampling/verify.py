@@ -134,11 +134,11 @@ def match_drawn(which, input_ids, parents, roots, ends, root_logits, greedy, log
 
 
 def warmup_batches() -> None:
-    """Compile, or load from disk, `pack` and what finds the best tokens of a pass."""
+    """Compile, or load from disk, `pack`, what finds the best tokens of a pass, and what takes them."""
     tables = BlockTables(1, 1, BLOCK)
     tables.reserve(0, 1)
-    pack([Span(0, np.zeros(1, np.int32), 0)], tables)
-    rank_rows(np.zeros((1, 8), np.float32))
+    batch = pack([Span(0, np.zeros(1, np.int32), 0)], tables)
+    match_batch(batch, rank_rows(np.zeros((1, 8), np.float32))[0], None, [True])
 
 
 def warmup() -> None:

@@ -14,14 +14,13 @@ All state is arrays that the caller owns (`proposer`), grouped in NamedTuples; n
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
 from numba.experimental import structref
 
 from ngramspec.datastore.code_cache import njit
-from ngramspec.datastore.compiled_calls import find_address
 from ngramspec.speculative.budget.marginal_cost import can_pay, lower_hull, pass_costs
 from ngramspec.speculative.calibration import Calibration, count_node, get_odds_against, record_candidate
 from ngramspec.speculative.features import (
@@ -44,7 +43,9 @@ from ngramspec.speculative.ngram_table import (
     LENGTH,
     N_DRAFTED,
     N_SIMILAR,
+    OUTPUT_CACHE_ROW,
     PREDICTION_AT,
+    PREDICTION_LENGTH,
     PREDICTION_MATCHED,
     PREDICTION_MISSES,
     TEMPERATURE,
@@ -56,8 +57,6 @@ from ngramspec.speculative.ngram_table import (
     view_arrays,
     view_prediction,
 )
-from ngramspec.speculative.ngram_table import OUTPUT_CACHE_ROW as OUTPUT_CACHE_ROW
-from ngramspec.speculative.ngram_table import PREDICTION_LENGTH as PREDICTION_LENGTH
 
 # In `SourceMap`: the group says nothing in this state, or only judges another group's candidate.
 NO_PROPOSER = 255
@@ -106,15 +105,6 @@ _DRAFT_STATE_FIELDS = (
     "states", "output_caches", "contexts", "nodes", "weights", "bans", "recycled", "calibration", "source_map", "rates", "scratch",
 )  # fmt: skip
 structref.define_proxy(DraftState, DraftStateType, list(_DRAFT_STATE_FIELDS))
-
-
-def find_functions(draft_state: Any) -> tuple[int, int]:
-    """Return the addresses of `build_trees` and `update`, for `call_at`."""
-    ids, ints, top = np.empty(0, np.int32), np.empty(0, np.int64), np.empty((0, 0), np.int32)
-    external = ExternalTrees(ints, ids, ids, np.empty(0, np.int16))
-    trees = find_address(build_trees, draft_state, ids, ids, np.empty(0), 0, 0, 0.0, 0, False, external, 0)
-    seen = np.empty((0, 3), np.int64), ints, ids, ids, ids, ids, top, top.astype(np.float32)
-    return trees, find_address(update, draft_state, ids, 0, ints, ids, ints, ids, 0, 0, *seen)
 
 
 @njit(cache=True, nogil=True)

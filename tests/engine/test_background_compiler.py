@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gguf
@@ -17,6 +18,7 @@ from ngramspec import SamplingParams
 from ngramspec.backends.cpu import attention
 from ngramspec.datastore import code_cache
 from ngramspec.engine import background_compiler
+from ngramspec.engine.background_compiler import CompiledFor
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Delta
 from ngramspec.speculative import tree_builder
@@ -113,6 +115,27 @@ def test_texts_are_the_same_when_speculation_joins(path: Path, temperature: floa
             assert done.stats.drafted > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [({}, 0), ({"stop": ["x"]}, 0), ({"temperature": 0.8}, 1), ({"repetition_penalty": 1.2}, 1)],
+)
+def test_a_request_that_changes_or_draws_waits_for_sampling(path: Path, options: dict[str, Any], waits: int) -> None:
+    with Engine(str(path)) as engine:
+        waited = list[int]()
+        engine.core.lacks_code, engine.core.wait_for_sampling = True, lambda: waited.append(1)
+        engine.complete([1, 2, 3], SamplingParams(max_tokens=4, **options))
+        assert len(waited) == waits
+        engine.core.begin_speculation()
+        engine.complete([1, 2, 3], SamplingParams(max_tokens=4, **options))
+        assert len(waited) == waits
+
+
+def test_stages_of_the_children_are_all_stages() -> None:
+    named = [name for names in background_compiler.CHILDREN for name in names]
+    assert sorted(named) == sorted(background_compiler.STAGES)
+    assert set(background_compiler.PLAIN + background_compiler.SAMPLING) < set(named)
+
+
 def test_what_is_compiled_ahead_is_what_is_called() -> None:
     background_compiler.warm_up("float16")
     assert len(tree_builder.build_trees.signatures) == len(tree_builder.update.signatures) == 1
@@ -123,7 +146,7 @@ def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, mon
     (tmp_path / "file").touch()
     monkeypatch.setattr(code_cache.CodeCache, "cache_path", property(lambda _: str(tmp_path / "file" / "numba")))
     monkeypatch.setattr(code_cache.CodeCache, "has_files", lambda _: False)
-    assert background_compiler.start_compiling("float16", lambda _: None) is None
+    assert background_compiler.start_compiling(CompiledFor("float16"), lambda _: None) is None
     with pytest.raises(OSError, match="cannot be kept"):
         background_compiler.compile_all(lambda _: None)
 
@@ -131,7 +154,7 @@ def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, mon
 def test_children_that_are_killed_are_done_without(caplog: pytest.LogCaptureFixture) -> None:
     before = find_children()
     told = list[str]()
-    compiler = background_compiler.BackgroundCompiler("float16", told.append)
+    compiler = background_compiler.BackgroundCompiler(CompiledFor("float16"), told.append)
     try:
         new = find_children() - before
         assert len(new) == 2
@@ -150,7 +173,7 @@ def find_children() -> set[int]:
 
 def test_a_closed_compiler_leaves_no_process_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     before = find_children()
-    compiler = background_compiler.BackgroundCompiler("float16", lambda _: None)
+    compiler = background_compiler.BackgroundCompiler(CompiledFor("float16"), lambda _: None)
     compiler.close()
     compiler.wait(*background_compiler.STAGES)
     assert find_children() == before

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numba import get_num_threads, prange
+from numba import get_num_threads
 from torch import nn
 from transformers.activations import GELUTanh
 
@@ -20,49 +20,10 @@ from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import GELU, PLAIN_GELU, SILU, SQUARED_RELU
 from ngramspec.backends.cpu.matmul import CpuProduct
-from ngramspec.backends.cpu.norms import norm_row
+from ngramspec.backends.cpu.row_loops import activate_few, activate_many, norm_few, norm_many
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models.hf_modules import get_rms_norm
-from ngramspec.sampling.numeric import compute_gelu, exp
-
-_ONE = np.float32(1.0)
-
-
-@njit(cache=True, nogil=True)
-def _rms_few(x, weight, eps, out):
-    for r in range(x.shape[0]):
-        norm_row(x[r], weight, eps, out[r])
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def _rms_many(x, weight, eps, out):
-    for r in prange(x.shape[0]):
-        norm_row(x[r], weight, eps, out[r])
-
-
-# error_model="numpy": with Python's rules of division, each divisor is tested for zero and the loop is not vectorised.
-@njit(cache=True, nogil=True, error_model="numpy")
-def _activate_row(x, at, with_gelu, out):
-    n = out.shape[0]
-    gate, up = x[:n], x[at : at + n]
-    if with_gelu:
-        for j in range(n):
-            out[j] = compute_gelu(gate[j]) * up[j]
-    else:
-        for j in range(n):
-            out[j] = gate[j] / (_ONE + exp(-gate[j])) * up[j]
-
-
-@njit(cache=True, nogil=True)
-def _activate_few(x, at, with_gelu, out):
-    for r in range(x.shape[0]):
-        _activate_row(x[r], at, with_gelu, out[r])
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def _activate_many(x, at, with_gelu, out):
-    for r in prange(x.shape[0]):
-        _activate_row(x[r], at, with_gelu, out[r])
+from ngramspec.sampling.numeric import compute_gelu
 
 
 class RMSNorm(nn.Module):
@@ -76,7 +37,7 @@ class RMSNorm(nn.Module):
     def rows(self, x: np.ndarray) -> np.ndarray:
         """Compute the norm of rows [T, N]."""
         out = np.empty_like(x)
-        run = _rms_many if x.size >= PARALLEL else _rms_few
+        run = norm_many if x.size >= PARALLEL else norm_few
         run(x, self.weight.numpy(), self.eps, out)
         return out
 
@@ -99,7 +60,7 @@ class GatedMLP(nn.Module):
         both, n = self.product.multiply(x, threads), self.down.in_features
         at = int(self.product.columns[1]) if len(self.product.sizes) > 1 else n
         mid = np.empty((len(both), n), np.float32)
-        run = _activate_many if mid.size >= PARALLEL else _activate_few
+        run = activate_many if mid.size >= PARALLEL else activate_few
         run(both, at, self.activation == GELU, mid)
         return self.down.product.multiply(mid, threads)
 

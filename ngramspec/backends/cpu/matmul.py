@@ -52,8 +52,10 @@ class Matrix(NamedTuple):
 class MatmulContext:
     """What all products of a model share: kernels, the choice among them by number of rows, memory for weights."""
 
-    def __init__(self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None) -> None:
+    def __init__(self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None, *, soon_over: bool = False) -> None:
+        """Cache kernels in `folder`. `soon_over`: for a few passes only, as in `switch`."""
         self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), Arena()
+        self._soon_over = soon_over
         self.tables = np.zeros((0, TABLE), np.int64)
         self._made: list[Matrix] = []
         self._lines: dict[tuple[WeightFormat, bool, bool], int] = {}
@@ -67,7 +69,7 @@ class MatmulContext:
         int8 = choose_codes(weight.format, self.int8)
         fields = (
             weight.data.ctypes.data, weight.n_panels, weight.data.shape[1], weight.n_blocks, weight.super_at, weight.codes_at,
-            whole.ctypes.data, self._get_line(weight.format, int8 > 0), int8,
+            whole.ctypes.data, self._get_line(weight.format, int8 > 0, self._soon_over), int8,
         )  # fmt: skip
         self._made.append(Matrix(weight, whole, np.array(fields, np.int64)))
         return self._made[-1]
@@ -88,7 +90,7 @@ class MatmulContext:
             one = choose_codes(m.weight.format, int8)
             m.fields[LINE_OF], m.fields[INT8] = self._get_line(m.weight.format, one > 0, soon_over), one
 
-    def _get_line(self, fmt: WeightFormat, int8: bool, soon_over: bool = False) -> int:
+    def _get_line(self, fmt: WeightFormat, int8: bool, soon_over: bool) -> int:
         if (fmt, int8, soon_over) not in self._lines:
             functions = self.kernels.get_row_functions(fmt, int8, few=soon_over)
             line = np.zeros((1, TABLE), np.int64)

@@ -1,6 +1,7 @@
 """Run a pass of a model of one layer and 32 numbers, so that what real models need of compiled code is compiled or loaded.
 
-The types of a pass's arguments are the same for every model, but for the type of keys and values. Knows no file and no request.
+The types of a pass's arguments are the same for every model, but for the type of keys and values. Of a model's file nothing is read but
+the formats of its weights. Knows no request.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import numpy as np
 
 from ngramspec.backends.cpu import packing
 from ngramspec.backends.cpu.attention import find_attention
+from ngramspec.backends.cpu.codegen.kernels import Kernels
+from ngramspec.backends.cpu.formats import get_format
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions, OutsideWeights
 from ngramspec.backends.cpu.llama_runner import make_pool
-from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
+from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, choose_codes, unpack_rows
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
+from ngramspec.backends.cpu.row_loops import activate_few, activate_many, norm_few, norm_many
+from ngramspec.models.gguf import read
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import ROWS_PER_ITEM, Span, pack
 
@@ -34,30 +39,56 @@ def _make_rows(n_bytes: int, first: int, end: int) -> np.ndarray:
     return np.zeros((end - first, n_bytes), np.uint8)
 
 
+def compile_kernels(gguf: str, int8: bool, folder: Path) -> None:
+    """Compile the products of the formats that a GGUF file has matrices in, and keep them in `folder`. `int8`: of 8-bit activations."""
+    kernels = Kernels(folder=folder)
+    for kind in sorted({tensor.kind for tensor in read(Path(gguf)).tensors.values() if len(tensor.shape) > 1}):
+        fmt = get_format(kind)
+        kernels.get_row_functions(fmt, choose_codes(fmt, int8) > 0)
+        kernels.get_row_functions(fmt, int8=False, few=int8)
+
+
+def compile_modules(folder: Path) -> None:
+    """Compile what modules over packed weights call, or load it from disk: the first start compares with them."""
+    context = MatmulContext(int8=False, folder=folder, soon_over=True)
+    matrix = _make_matrix(context)
+    rows = CpuProduct(context, [matrix]).multiply(np.zeros((1, _SIZE), np.float32), 1)
+    unpack_rows(context.kernels, matrix.weight, np.zeros(1, np.int64))
+    for norm, activate in ((norm_few, activate_few), (norm_many, activate_many)):
+        norm(rows, np.ones(_SIZE, np.float32), np.float32(1e-5), rows)
+        activate(rows, _SIZE // 2, False, np.empty((1, _SIZE // 2), np.float32))
+
+
 def compile_attention(kv_dtype: str) -> None:
     """Compile a pass's attention, or load it from disk: a third of the time that the pass takes, for another process to spend."""
     find_attention("uint16" if kv_dtype == "float16" else "float32")
+
+
+def _make_matrix(context: MatmulContext) -> Matrix:
+    return context.matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
 
 
 def run_tiny_pass(kv_dtype: str, folder: Path) -> None:
     """Run a pass. `kv_dtype`: "float16" or "float32"; `folder` caches kernels."""
     forward, pool = make_tiny_pass(kv_dtype, folder)
     forward.decoder.run(pack([Span(0, np.zeros(3, np.int32), 0)], pool), pool, 1)
+
+
+def keep_tiny_paths(kv_dtype: str, folder: Path) -> None:
+    """Compile, or load from disk, what moves the keys and values of accepted drafts."""
+    forward, _ = make_tiny_pass(kv_dtype, folder)
     slots = np.zeros(1, np.int64)
     forward.keep_paths(slots, slots + 2, slots + 1, slots + 3)
 
 
 def make_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVPool]:
     """Make what a pass needs, and native steps."""
-    context = MatmulContext(int8=False, folder=folder)
-
-    def make_matrix() -> Matrix:
-        return context.matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
+    context = MatmulContext(int8=False, folder=folder, soon_over=True)
 
     def make_angles(_first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         return np.ones((1, n, _SIZE), np.float32), np.zeros((1, n, _SIZE), np.float32)
 
-    matrix, norm = make_matrix(), np.ones(_SIZE, np.float32)
+    matrix, norm = _make_matrix(context), np.ones(_SIZE, np.float32)
     decoder = LlamaDecoder(
         context, [LayerWeights((matrix,) * 7, (norm, norm), None)], OutsideWeights(matrix, norm, matrix),
         options=ModelOptions(n_heads=1, head_dim=_SIZE, eps=1e-5, scale=1.0), angles=make_angles,
