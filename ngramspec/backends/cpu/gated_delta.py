@@ -17,7 +17,7 @@ from ngramspec.backends.cpu.llama_layers import EPS
 from ngramspec.backends.cpu.llama_pass import run_product_part
 from ngramspec.backends.cpu.matmul import PANELS, locate_rows
 from ngramspec.backends.cpu.norms import compute_norm_scale
-from ngramspec.backends.cpu.recurrent_rows import convolve_rows, find_slots, note_positions, plan_rows
+from ngramspec.backends.cpu.recurrent_rows import convolve_rows, copy_numbers, find_slots, note_positions, plan_rows
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.numeric import compute_sigmoid, compute_silu, compute_softplus, exp
@@ -41,11 +41,11 @@ def _normalise(x, factor):
 def gather_inputs(source, head, options, n_groups, to):
     """Copy what a head of keys and its heads of values see of all channels [C] to [2 · K + groups · V]."""
     n_keys, n_dim, n_values = options[N_KEY_HEADS], options[KEY_DIM], options[VALUE_DIM]
-    to[:n_dim] = source[head * n_dim : (head + 1) * n_dim]
-    to[n_dim : 2 * n_dim] = source[(n_keys + head) * n_dim : (n_keys + head + 1) * n_dim]
+    copy_numbers(to[:n_dim], source[head * n_dim :])
+    copy_numbers(to[n_dim : 2 * n_dim], source[(n_keys + head) * n_dim :])
     for g in range(n_groups):
         at, first = 2 * n_dim + g * n_values, 2 * n_keys * n_dim + _get_value_head(head, g, options, n_groups) * n_values
-        to[at : at + n_values] = source[first : first + n_values]
+        copy_numbers(to[at : at + n_values], source[first:])
 
 
 @njit(cache=True, nogil=True)
@@ -109,7 +109,8 @@ def _mix_rows(head, i_layer, rows, weights, states, slot, options, eps, out):
                 vectors = mixed[s, n_dim:].ctypes.data, mixed[s].ctypes.data, value, read
                 advance_state((before, after), vectors, n_dim, (steps[g, s, 0], steps[g, s, 1]))
                 if s == n_to_boundary - 1:
-                    kept_state[slot, i_layer, value_head, block] = known
+                    for j in range(n_dim):
+                        copy_numbers(kept_state[slot, i_layer, value_head, block, j], known[j])
         for s in range(n_replayed, n):
             x, gate = attended[s, :n_values], z_at + value_head * n_values
             scale, to = compute_norm_scale(x, eps), value_head * n_values

@@ -19,7 +19,7 @@ from ngramspec.backends.cpu.llama_layers import EPS
 from ngramspec.backends.cpu.llama_pass import run_product_part
 from ngramspec.backends.cpu.matmul import PANELS, locate_rows
 from ngramspec.backends.cpu.norms import compute_norm_scale
-from ngramspec.backends.cpu.recurrent_rows import convolve_rows, find_slots, note_positions, plan_rows
+from ngramspec.backends.cpu.recurrent_rows import convolve_rows, copy_numbers, find_slots, note_positions, plan_rows
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.numeric import compute_silu, compute_softplus, exp, fma
@@ -34,10 +34,10 @@ def gather_channels(source, piece, options, to):
     """Copy what the heads of a piece see of all channels [C] to [heads · P + 2 · N]: x of every head, B, C."""
     n_x, n_state, n_inner = options[PIECE_HEADS] * options[HEAD_DIM], options[STATE_SIZE], options[N_HEADS] * options[HEAD_DIM]
     group = piece * options[PIECE_HEADS] // (options[N_HEADS] // options[N_GROUPS])
-    to[:n_x] = source[piece * n_x : (piece + 1) * n_x]
+    copy_numbers(to[:n_x], source[piece * n_x :])
     for i in range(2):
         first, at = n_inner + (i * options[N_GROUPS] + group) * n_state, n_x + i * n_state
-        to[at : at + n_state] = source[first : first + n_state]
+        copy_numbers(to[at : at + n_state], source[first:])
 
 
 @njit(cache=True, nogil=True)
@@ -93,7 +93,8 @@ def _mix_rows(piece, i_layer, rows, weights, states, slot, options, out):
                 vectors = b, c, added[s, block * COLUMNS :].ctypes.data, read[s, block * COLUMNS :].ctypes.data
                 add_to_state((before, after), vectors, n_state, decays[s])
                 if s == n_to_boundary - 1:
-                    kept_state[slot, i_layer, head, block] = known
+                    for j in range(known.shape[0]):
+                        copy_numbers(kept_state[slot, i_layer, head, block, j], known[j])
         skip = rates[i_layer, SKIP, head]
         for s in range(n_replayed, n):
             for j in range(n_dim):

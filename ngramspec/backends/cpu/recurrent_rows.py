@@ -86,6 +86,13 @@ def plan_rows(p, span, at):
 
 
 @njit(cache=True, nogil=True)
+def copy_numbers(to, numbers):
+    """Copy numbers [n] to `to` [n]. Assigning one array to another takes numba seconds to compile, for the text of an error."""
+    for j in range(to.shape[0]):
+        to[j] = numbers[j]
+
+
+@njit(cache=True, nogil=True)
 def convolve_rows(group, i_layer, inputs, plan, span, taps, states, slot, out):
     """Convolve the inputs of a group of channels to out [n, W], and keep what the next pass continues from.
 
@@ -101,15 +108,15 @@ def convolve_rows(group, i_layer, inputs, plan, span, taps, states, slot, out):
     ring = np.empty((n_ring, width), np.float32)
     for t in range(n_tail):
         if start > 0:
-            ring[t] = tails[slot, i_layer, group, t]
+            copy_numbers(ring[t], tails[slot, i_layer, group, t])
         else:
             ring[t, :] = np.float32(0)
     for s in range(order.shape[0]):
         here = n_tail + (s if s < n_certain else n_certain + depths[s] - 1)
         if s < n_replayed:
-            ring[here % n_ring] = log[slot, i_layer, s, group]
+            copy_numbers(ring[here % n_ring], log[slot, i_layer, s, group])
         else:
-            ring[here % n_ring] = inputs[order[s] - first]
+            copy_numbers(ring[here % n_ring], inputs[order[s] - first])
         mixed, earliest = out[s], ring[(here - n_tail) % n_ring]
         for j in range(width):
             mixed[j] = taps[0, j] * earliest[j]
@@ -119,12 +126,12 @@ def convolve_rows(group, i_layer, inputs, plan, span, taps, states, slot, out):
                 mixed[j] = fma(taps[t, j], earlier[j], mixed[j])
         if s == n_to_boundary - 1:
             for t in range(n_tail):
-                kept_tails[slot, i_layer, group, t] = ring[(here - n_tail + 1 + t) % n_ring]
+                copy_numbers(kept_tails[slot, i_layer, group, t], ring[(here - n_tail + 1 + t) % n_ring])
         if s == n_certain - 1:  # everything of before has been read
             for t in range(n_tail):
-                tails[slot, i_layer, group, t] = ring[(here - n_tail + 1 + t) % n_ring]
+                copy_numbers(tails[slot, i_layer, group, t], ring[(here - n_tail + 1 + t) % n_ring])
     for s in range(n_certain, order.shape[0]):
-        log[slot, i_layer, order[s] - root - 1, group] = inputs[order[s] - first]
+        copy_numbers(log[slot, i_layer, order[s] - root - 1, group], inputs[order[s] - first])
 
 
 @njit(cache=True, nogil=True)
