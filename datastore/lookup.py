@@ -59,6 +59,7 @@ from .lookup_arrays import (
     PLACES,
     QUEUE,
     ROWS,
+    SEARCHES,
     STATE,
     TEXTS,
     WEIGHTS,
@@ -99,6 +100,7 @@ REUSES = 4  # steps in a row without a search, at most: shorter matches that beg
 LONG_MATCH, MANY = 16, 8
 
 _INDEX, _SHARED, _FROM, _COUNT, _CURSOR = range(5)
+_CONTEXT, _ADDRESS, _LENGTH, _SEARCH = range(4)  # columns of SEARCHES: which of the contexts, where it lies, its tokens
 _SEQUENCES = 16  # whose drafts are made together
 _LANES = 16  # searches of one sequence in one segment that go on together
 _PREFETCH = 8  # entries ahead of the one that is read whose tokens are asked for
@@ -148,6 +150,7 @@ class Matcher:
             MATCHES: np.zeros((max_seqs, occurrences), np.int32),
             STATE: np.zeros((max_seqs, N_STATE), np.int64),
             LANES: np.zeros((_LANES, LANE), np.int64),
+            SEARCHES: np.zeros((_SEQUENCES, _SEARCH), np.int64),
             TEXTS: np.zeros((2, occurrences), np.int64),
             ORDER: np.zeros((3, occurrences), np.int32),
             GROUPS: np.full((2, N_GROUPS), -1, np.int32),
@@ -252,25 +255,26 @@ def propose_batch(work, slots, contexts, fresh):
     start = carray(pointer(work[OUT_START]), work[MAX_SEQS] + 1, np.int64)
     lanes = carray(pointer(work[LANES]), (_LANES, LANE), np.int64)
     cursors = carray(pointer(work[CURSORS]), (_SEQUENCES, 2 * work[N_SEGMENTS], _CURSOR), np.int64)
-    searched = np.empty(_SEQUENCES, np.int64)  # which of the contexts
+    searches = carray(pointer(work[SEARCHES]), (_SEQUENCES, _SEARCH), np.int64)
     address = contexts.ctypes.data
     n = 0
     start[0] = 0
     for first in range(0, len(slots), _SEQUENCES):
         last = min(first + _SEQUENCES, len(slots))
-        n_searched = 0
+        n_searches = 0
         for b in range(first, last):
             query = address + 4 * work[MAX_MATCH] * b
             if _in_range(work, slots[b]) and not _advance_occurrences(work, rows, np.int64(slots[b]), query, np.int64(fresh[b])):
-                searched[n_searched] = b
-                n_searched += 1
-        _search_segments(work, rows, lanes, cursors, slots, address, searched[:n_searched])
+                search = searches[n_searches]
+                search[_CONTEXT], search[_ADDRESS], search[_LENGTH] = b, query, _measure_context(work, query)
+                n_searches += 1
+        _search_segments(work, rows, lanes, cursors, slots, searches[:n_searches])
         at = 0
         for b in range(first, last):
             if _in_range(work, slots[b]):
                 slot = np.int64(slots[b])
-                if at < n_searched and searched[at] == b:
-                    _collect_occurrences(work, rows, slot, address + 4 * work[MAX_MATCH] * b, cursors[at])
+                if at < n_searches and searches[at, _CONTEXT] == b:
+                    _collect_occurrences(work, rows, slot, searches[at, _ADDRESS], cursors[at])
                     at += 1
                 n += build_tree(work, rows, slot, n)
             start[b + 1] = n
@@ -278,17 +282,17 @@ def propose_batch(work, slots, contexts, fresh):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _search_segments(work, rows, lanes, cursors, slots, address, searched):
-    """Place the cursors of every context of `searched` in each segment that its slot may use; elsewhere they share nothing."""
+def _search_segments(work, rows, lanes, cursors, slots, searches):
+    """Place the cursors of every search in each segment that its slot may use; elsewhere they share nothing."""
     allowed = carray(pointer(work[ALLOWED]), (work[MAX_SEQS], work[N_SEGMENTS]), np.uint8)
     n = 0
     for s in range(work[N_SEGMENTS]):
-        for i in range(len(searched)):
-            if allowed[slots[searched[i]], s] == 0:
+        for i in range(len(searches)):
+            if allowed[slots[searches[i, _CONTEXT]], s] == 0:
                 cursors[i, 2 * s, _SHARED], cursors[i, 2 * s + 1, _SHARED] = 0, 0
                 continue
-            query = address + 4 * work[MAX_MATCH] * searched[i]
-            lanes[n, SEGMENT], lanes[n, SEQUENCE], lanes[n, QUERY], lanes[n, LENGTH] = s, i, query, _measure_context(work, query)
+            lanes[n, SEGMENT], lanes[n, SEQUENCE] = s, i
+            lanes[n, QUERY], lanes[n, LENGTH] = searches[i, _ADDRESS], searches[i, _LENGTH]
             n += 1
             if n == _LANES:
                 _search_lanes(work, rows, lanes, n, cursors)
