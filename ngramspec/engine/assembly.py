@@ -31,8 +31,7 @@ from ngramspec.errors import InvalidInputError, MissingPackageError
 from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
-from ngramspec.models.names import locate_gguf
-from ngramspec.models.smollm2 import smollm2_gguf
+from ngramspec.models.names import locate_gguf, resolve
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span, pack
@@ -399,11 +398,9 @@ def _guess_compiled(model: str | PreTrainedModel, config: EngineConfig, device: 
     is_gguf = isinstance(model, str) and (model == "smollm2" or model.lower().endswith(".gguf"))
     int8 = (is_gguf or config.quantize == "q8_0") and device.precision != "float32"
     kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else "float16" if int8 else "float32"
-    path = ""
-    if isinstance(model, str) and is_gguf and device.exact and config.quantize == "none":
-        file = smollm2_gguf() if model == "smollm2" else Path(model).expanduser()
-        path = str(file) if file.is_file() else ""
-    return background_compiler.CompiledFor(kv_dtype, path, int8)
+    file = resolve(model) if isinstance(model, str) and is_gguf else None
+    is_kept = isinstance(file, Path) and file.is_file() and device.exact and config.quantize == "none"
+    return background_compiler.CompiledFor(kv_dtype, str(file) if is_kept else "", int8)
 
 
 def _default_kv_bytes() -> int:

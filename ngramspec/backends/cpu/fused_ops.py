@@ -20,10 +20,8 @@ from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import GELU, PLAIN_GELU, SILU, SQUARED_RELU
 from ngramspec.backends.cpu.matmul import CpuProduct
-from ngramspec.backends.cpu.row_loops import activate_few, activate_many, norm_few, norm_many
-from ngramspec.datastore.code_cache import njit
+from ngramspec.backends.cpu.row_loops import activate_few, activate_many, apply_gelu, norm_few, norm_many
 from ngramspec.models.hf_modules import get_rms_norm
-from ngramspec.sampling.numeric import compute_gelu
 
 
 class RMSNorm(nn.Module):
@@ -84,18 +82,12 @@ class PlainMLP(nn.Module):
         return self.down(nn.functional.relu(y).square())
 
 
-@njit(cache=True, nogil=True)
-def _gelu(x, out):
-    for j in range(x.shape[0]):
-        out[j] = compute_gelu(x[j])
-
-
 class Gelu(nn.Module):
     """GELU by its approximation with tanh. torch's own has other last bits for what is left over after the last whole vector."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=torch.float32)
-        _gelu(x.reshape(-1).contiguous().numpy(), out.view(-1).numpy())
+        apply_gelu(x.reshape(-1).contiguous().numpy(), out.view(-1).numpy())
         return out
 
 

@@ -50,3 +50,9 @@ def activate_few(x, at, with_gelu, out):
 def activate_many(x, at, with_gelu, out):
     for r in prange(x.shape[0]):
         _activate_row(x[r], at, with_gelu, out[r])
+
+
+@njit(cache=True, nogil=True)
+def apply_gelu(x, out):
+    for j in range(x.shape[0]):
+        out[j] = compute_gelu(x[j])

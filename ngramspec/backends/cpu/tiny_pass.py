@@ -14,7 +14,7 @@ import numpy as np
 from ngramspec.backends.cpu import packing
 from ngramspec.backends.cpu.attention import find_attention
 from ngramspec.backends.cpu.codegen.kernels import Kernels
-from ngramspec.backends.cpu.formats import get_format
+from ngramspec.backends.cpu.formats import QUANTISED, get_format
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions, OutsideWeights
@@ -40,9 +40,13 @@ def _make_rows(n_bytes: int, first: int, end: int) -> np.ndarray:
 
 
 def compile_kernels(gguf: str, int8: bool, folder: Path) -> None:
-    """Compile the products of the formats that a GGUF file has matrices in, and keep them in `folder`. `int8`: of 8-bit activations."""
+    """Compile the products of the formats that a GGUF file has matrices in, and keep them in `folder`. `int8`: of 8-bit activations.
+
+    Those of float32 are left out: most files that have any multiply none, or have routers only.
+    """
     kernels = Kernels(folder=folder)
-    for kind in sorted({tensor.kind for tensor in read(Path(gguf)).tensors.values() if len(tensor.shape) > 1}):
+    kinds = {tensor.kind for tensor in read(Path(gguf)).tensors.values() if len(tensor.shape) > 1}
+    for kind in sorted(kinds & {*QUANTISED, "F16", "BF16"}):
         fmt = get_format(kind)
         kernels.get_row_functions(fmt, choose_codes(fmt, int8) > 0)
         kernels.get_row_functions(fmt, int8=False, few=int8)
