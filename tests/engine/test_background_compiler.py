@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_gguf
 
 from ngramspec import SamplingParams
+from ngramspec.backends.cpu import tiny_pass
 from ngramspec.datastore import code_cache
 from ngramspec.engine import background_compiler
 from ngramspec.engine.background_compiler import CompiledFor
@@ -141,6 +143,16 @@ def test_stages_of_the_children_are_all_stages() -> None:
     named = [name for names in background_compiler.CHILDREN for name in names]
     assert sorted(named) == sorted(background_compiler.STAGES)
     assert set(background_compiler.PLAIN + background_compiler.SAMPLING) < set(named)
+
+
+def test_formats_that_are_not_multiplied_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {kind: SimpleNamespace(kind=kind, shape=(4, 4)) for kind in ("I32", "F32", "F64")}
+    monkeypatch.setattr(tiny_pass, "read", lambda _: SimpleNamespace(tensors=tensors))
+    tiny_pass.compile_kernels("model.gguf", True, tmp_path)
+    assert not list(tmp_path.iterdir())
+    tensors["F16"] = SimpleNamespace(kind="F16", shape=(4, 4))
+    tiny_pass.compile_kernels("model.gguf", True, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # for all row counts, and for few
 
 
 def test_what_is_compiled_ahead_is_what_is_called() -> None:
