@@ -14,7 +14,18 @@ import numpy as np
 
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
-from ngramspec.backends.cpu.matmul import BY_BLOCK, CACHED, INT8, PANEL_BYTES, PANELS, Matrix, locate_rows, multiply, quantise_row
+from ngramspec.backends.cpu.matmul import (
+    BY_BLOCK,
+    CACHED,
+    INT8,
+    PANEL_BYTES,
+    PANELS,
+    Matrix,
+    locate_rows,
+    make_code_buffers,
+    multiply,
+    quantise_row,
+)
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models.expert_weights import ONE_GROUP, ExpertGroups
@@ -79,12 +90,12 @@ class PairBuffers(NamedTuple):
     ids: np.ndarray  # [L, T, top_k] int32: chosen experts of each layer, best first
     weights: np.ndarray  # [T, top_k + 1]: theirs, and that of the shared expert
     x: np.ndarray  # [P, H] rows of pairs; [0, H] if they are multiplied as codes
-    codes: np.ndarray  # [P, 2, H] int8
-    act_scales: np.ndarray  # [P, 2, H / 32, 4]
+    codes: np.ndarray  # of x, see `matmul.make_code_buffers`
+    act_scales: np.ndarray
     both: np.ndarray  # [P, 2, inner]: outputs of gate and up
     middle: np.ndarray  # [P, inner]
-    middle_codes: np.ndarray  # [P, 2, inner] int8
-    middle_act_scales: np.ndarray  # [P, 2, inner / 32, 4]
+    middle_codes: np.ndarray
+    middle_act_scales: np.ndarray
     added: np.ndarray  # [P, H in whole panels]: outputs of the experts
 
 
@@ -106,8 +117,8 @@ def make_pair_buffers(layers: list[Experts], n_rows: int, width: int, n_layers: 
 
     return PairBuffers(
         zeros(n, outputs), zeros(n_layers, n, most_k, dtype=np.int32), zeros(n, most_k + 1), zeros(pairs if plain else 0, width),
-        zeros(pairs, 2, width, dtype=np.int8), zeros(pairs, 2, width // DEPTH, 4), zeros(pairs, 2, inner), zeros(pairs, inner),
-        zeros(pairs, 2, inner, dtype=np.int8), zeros(pairs, 2, inner // DEPTH, 4), zeros(pairs, -(-width // WIDTH) * WIDTH),
+        *make_code_buffers(pairs, width), zeros(pairs, 2, inner), zeros(pairs, inner), *make_code_buffers(pairs, inner),
+        zeros(pairs, -(-width // WIDTH) * WIDTH),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.experts import Experts
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
-from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, locate_rows, quantise_row
+from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, locate_rows, make_code_buffers, quantise_row
 from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models import expert_routing
@@ -109,7 +109,7 @@ class PackedExperts(nn.Module):
             experts = self.experts._replace(top_k=ids.shape[-1])
             pairs = moe.make_pair_buffers([experts], n, n_in, 1)
             pairs.ids[0], pairs.weights[:, :-1] = ids.reshape(n, -1).numpy(), weights.reshape(n, -1).numpy()
-            codes, act_scales = np.empty((n, 2, n_in), np.int8), np.empty((n, 2, n_in // DEPTH, 4), np.float32)
+            codes, act_scales = make_code_buffers(n, n_in)
             formats = [m.weight.format for m in experts.matrices]
             quantise = self.context.kernels.get_quantise(formats) if self.context.int8 else 0
             functions = quantise, self.context.kernels.get_gated_activation(experts.activation)

@@ -20,7 +20,17 @@ from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.llama_layers import INTERLEAVED, SCALE, SOFTCAP, LatentOptions, LayerWeights, stack_norms
 from ngramspec.backends.cpu.llama_pass import ATTEND, PIECES, QUANTISE, run_product_part
 from ngramspec.backends.cpu.llama_variants import rotate_heads
-from ngramspec.backends.cpu.matmul import CACHED, MATRIX, PANEL_BYTES, PANELS, SHARES, locate_rows, multiply, quantise_row
+from ngramspec.backends.cpu.matmul import (
+    CACHED,
+    MATRIX,
+    PANEL_BYTES,
+    PANELS,
+    SHARES,
+    locate_rows,
+    make_code_buffers,
+    multiply,
+    quantise_row,
+)
 from ngramspec.backends.cpu.norms import norm_row
 from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
@@ -46,14 +56,13 @@ def describe_latent(layers: Sequence[LayerWeights], options: LatentOptions | Non
 
 
 def make_head_buffers(options: LatentOptions | None, n_heads: int, n_rows: int) -> tuple[np.ndarray, ...]:
-    """Make buffers for the heads of T = `n_rows` rows: queries [T, heads · (plain + turned)], codes [T, heads, 2, widest] and activation
-    scales [T, heads, 2, widest / 32, 4] of what is multiplied by a head's matrix, and what heads have attended to [T, heads, rank].
+    """Make buffers for the heads of T = `n_rows` rows: queries [T, heads · (plain + turned)], codes and activation scales
+    (`matmul.make_code_buffers`) of what is multiplied by a head's matrix, and what heads have attended to [T, heads, rank].
     """
     t, widest = (n_rows, max(options.plain, options.rank)) if options else (0, 0)
     per_head, rank = (options.plain + options.turned, options.rank) if options else (0, 0)
     queries = np.zeros((t, -(-n_heads * per_head // WIDTH) * WIDTH), np.float32)
-    codes, act_scales = np.zeros((t, n_heads, 2, widest), np.int8), np.zeros((t, n_heads, 2, widest // DEPTH, 4), np.float32)
-    return queries, codes, act_scales, np.zeros((t, n_heads, rank), np.float32)
+    return queries, *make_code_buffers(t, n_heads, widest), np.zeros((t, n_heads, rank), np.float32)
 
 
 @njit(cache=True, nogil=True)

@@ -64,7 +64,7 @@ from ngramspec.backends.cpu.llama_pass import (
 )
 from ngramspec.backends.cpu.llama_variants import gate_row, layer_norm_row, turn_heads
 from ngramspec.backends.cpu.mamba2 import gather_channels, norm_gated_row, run_mamba2
-from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix
+from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix, make_code_buffers
 from ngramspec.backends.cpu.short_conv import run_short_conv
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.threads import make_counters
@@ -294,8 +294,8 @@ class LlamaDecoder:
                 inputs = max(inputs, -(-self.hidden // WIDTH))
             dense = [each.mlp[0].weight.n_panels for each in self.layers if each.mlp]
 
-            def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
-                return np.zeros((n, *shape), dtype)
+            def zeros(*shape: int) -> np.ndarray:
+                return np.zeros((n, *shape), np.float32)
 
             inner_size = self.options.mamba.n_inner if self.options.mamba else 0
             wide, mixed = _round_up(self.hidden), _round_up(max(n_heads * (latent.value_dim if latent else head_dim), inner_size))
@@ -306,10 +306,9 @@ class LlamaDecoder:
             if latent is None:
                 heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
             arrays = (
-                zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), zeros(2, codes, dtype=np.int8),
-                zeros(2, codes // DEPTH, 4), zeros(inputs * WIDTH),
-                zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
-                zeros(2, _round_up(inner), dtype=np.int8), zeros(2, _round_up(inner) // DEPTH, 4),
+                zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), *make_code_buffers(n, codes),
+                zeros(inputs * WIDTH), zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
+                *make_code_buffers(n, inner),
             )  # fmt: skip
             layers_of_experts = [each.experts for each in self.layers if each.experts]
             n_gates = n_heads * head_dim if self.options.gated else self._n_inputs and self._n_inputs * len(self.layers) + DEPTH

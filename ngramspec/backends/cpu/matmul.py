@@ -154,6 +154,17 @@ def _call_often(address, times, arguments):
         call_kernel(address, arguments)
 
 
+def make_code_buffers(*shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """Make buffers for the codes [.., 2, K'] int8 and activation scales [.., 2, K' / 32, 4] float32 of rows with this shape, [.., K].
+
+    K' is K rounded up to an odd number of quant blocks. A kernel reads the same inputs of up to 12 rows, which would share a set of the
+    first-level cache if they were multiples of 4,096 bytes apart, as with K = 2,048 or 4,096; a set has room for 8 of them.
+    """
+    *rows, n_inputs = shape
+    n_blocks = -(-n_inputs // DEPTH) | 1
+    return np.zeros((*rows, 2, n_blocks * DEPTH), np.int8), np.zeros((*rows, 2, n_blocks, 4), np.float32)
+
+
 @njit(cache=True, nogil=True)
 def locate_rows(x, codes, act_scales):
     """Return where x [T, K], its codes [T, 2, K] and activation scales [T, 2, K / 32, 4] lie, as `multiply` takes it.
@@ -253,7 +264,7 @@ class CpuProduct:
         if n_rows:
             fields = np.stack([m.fields for m in self.matrices])
             n_codes = n_rows if fields[:, INT8].any() else 0
-            codes, act_scales = np.empty((n_codes, 2, n_in), np.int8), np.empty((n_codes, 2, n_in // DEPTH, 4), np.float32)
+            codes, act_scales = make_code_buffers(n_codes, n_in)
             function = self.context.kernels.get_quantise(m.weight.format for m in self.matrices) if n_codes else 0
             _multiply_all(fields, self.columns, self.context.tables, function, x, codes, act_scales, y, threads)
         return y

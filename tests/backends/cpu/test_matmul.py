@@ -23,6 +23,7 @@ from ngramspec.backends.cpu.matmul import (
     STEPS,
     CpuProduct,
     MatmulContext,
+    make_code_buffers,
     measure_kernels,
     plan_rows,
     unpack_rows,
@@ -178,3 +179,12 @@ def test_an_embedding_gives_rows(products: MatmulContext) -> None:
     np.testing.assert_array_equal(unpack_rows(products.kernels, matrix.weight, ids[0].numpy()), values[ids[0]].numpy())
     assert matrix.weight.n_blocks == 256 // DEPTH
     assert matrix.bias.shape == (4 * WIDTH,)
+
+
+@pytest.mark.parametrize("n_inputs", [576, 1536, 2048, 4096, 14336])
+def test_rows_of_codes_lie_in_different_sets_of_the_cache(n_inputs: int) -> None:
+    codes, act_scales = make_code_buffers(max(INT8_ROWS), n_inputs)
+    assert codes.shape[-1] >= n_inputs
+    assert codes.shape[-1] == DEPTH * act_scales.shape[-2]
+    sets = {r * codes.strides[0] % 4096 // 64 for r in range(len(codes))}
+    assert len(sets) == len(codes)
