@@ -166,6 +166,9 @@ _BESIDE: Shapes = _EXPERTS | {
     "ffn_gate_shexp.weight": (2 * _WIDTH, HIDDEN), "ffn_up_shexp.weight": (2 * _WIDTH, HIDDEN),
     "ffn_down_shexp.weight": (HIDDEN, 2 * _WIDTH),
 }  # fmt: skip
+_ONE_BESIDE: Shapes = {
+    "ffn_gate_shexp.weight": (_WIDTH, HIDDEN), "ffn_up_shexp.weight": (_WIDTH, HIDDEN), "ffn_down_shexp.weight": (HIDDEN, _WIDTH),
+}  # fmt: skip
 _CORRECTION: Shapes = {"exp_probs_b.bias": (_N_EXPERTS,)}
 _DEEPSEEK2_KEYS: dict[str, Any] = _CHOICE | {
     "attention.q_lora_rank": 0, "attention.kv_lora_rank": _RANK, "attention.key_length": _RANK + _TURNED, "attention.value_length": _RANK,
@@ -238,6 +241,21 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         "command-r", _norms("attn_norm") | _SPLIT | _OUT | _GATED | _APART, _LAYER_NORM | {"logit_scale": 0.5, "block_count": 64}, False,
     ),
     "ernie4_5": ("ernie4_5", _LLAMA, {}, False),
+    "ernie4_5-moe": (
+        "ernie4_5-moe", _LLAMA | _BESIDE | _CORRECTION,
+        _CHOICE | {
+            "expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": 2 * _WIDTH, "leading_dense_block_count": 1,
+            "interleave_moe_layer_step": 1,
+        }, False,
+    ),
+    "hunyuan-moe": (
+        "hunyuan-moe", _ATTENTION | _HEAD_NORMS | _EXPERTS | _ONE_BESIDE, _CHOICE | _NARROW | {"expert_feed_forward_length": _WIDTH}, True,
+    ),
+    "minimax-m2": (
+        "minimax-m2", _ATTENTION | {"attn_q_norm.weight": (_Q,), "attn_k_norm.weight": (_KV,)} | _EXPERTS | _CORRECTION,
+        _CHOICE | _WIDE | _NARROW
+        | {"rope.dimension_count": HEAD_DIM // 2, "expert_feed_forward_length": _WIDTH, "expert_gating_func": 2}, True,
+    ),
     "hunyuan-dense": ("hunyuan-dense", _LLAMA | _HEAD_NORMS, {}, False),
     "arcee": ("arcee", _PRE | _SPLIT | _OUT | _PLAIN, {}, True),
     "gemma": ("gemma", _LLAMA, _WIDE, False),
@@ -418,7 +436,7 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
-    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1"):
+    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe"):
         others = _BESIDE | _CORRECTION if i < keys["leading_dense_block_count"] else _GATED
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
     if architecture.startswith("nemotron_h"):

@@ -8,18 +8,21 @@ have. Modules may be on the "meta" device. Nothing here knows which layers a mod
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from ngramspec.models.expert_weights import ONE_GROUP, ExpertGroups
 
 _SAME = 1e-5  # Largest difference of weights and activations that counts as rounding.
-CORRECTION = "e_score_correction_bias"  # Name of a router's own buffer [E], which is added to scores for the choice alone.
+_ROWS = 64  # Rows that a router is tried with: of 7 rows, two ways to choose among few groups of experts may choose the same experts.
+CORRECTION = "e_score_correction_bias"  # What is added to scores for the choice alone, whoever has it: a buffer or parameter [E], [1, E].
+_WEIGHTS = ("weight", "wg.weight", "gate.weight")  # Names of the matrix [E, H] within a router.
+_NAMES = ("Router", "Gate")  # Ends of the names of routers' classes.
 
 
 class RouterOptions(NamedTuple):
@@ -43,7 +46,7 @@ Choose = Callable[[torch.Tensor, torch.Tensor | None, RouterOptions], tuple[torc
 def choose_experts(logits: torch.Tensor, correction: torch.Tensor | None, options: RouterOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts for logits [T, E] float32: ids [T, top_k], best first and equal ones by lowest id, and weights [T, top_k]."""
     scores = logits.sigmoid() if options.sigmoid else logits.softmax(-1)
-    by = (scores if options.sigmoid else logits) + (0 if correction is None else correction)
+    by = logits if correction is None and not options.sigmoid else scores + (0 if correction is None else correction)
     ids = by.sort(dim=-1, descending=True, stable=True).indices[:, : options.top_k]
     weights = scores.gather(-1, ids)
     return ids, weights / (weights.sum(-1, keepdim=True) if options.normalise else 1) * options.scale
@@ -53,11 +56,13 @@ def find_router_options(router: nn.Module, choose: Choose = choose_experts, *, g
     """Return the options with which `choose` chooses as this module does; None if it computes something else. `grouped`: whether it can
     choose groups of experts first.
     """
-    weight = router._parameters.get("weight")
     top_k = getattr(router, "top_k", None)
-    if weight is None or weight.dim() != 2 or not isinstance(top_k, int) or not 0 < top_k <= weight.shape[0]:
+    if (parts := locate_router_parts(router)) is None or not isinstance(top_k, int):
         return None
-    correction, expected = _try_router(router)
+    weight = router.get_parameter(parts.weight)
+    if weight.dim() != 2 or not 0 < top_k <= weight.shape[0]:
+        return None
+    correction, expected = _try_router(router, parts)
     if expected is None:
         return None
     logits, weights, ids = expected
@@ -71,6 +76,24 @@ def find_router_options(router: nn.Module, choose: Choose = choose_experts, *, g
             if torch.equal(chosen, their_choice) and float((ours * scale - theirs).abs().max()) < _SAME:
                 return options._replace(scale=1.0 if abs(scale - 1) < _SAME else scale)
     return None
+
+
+class RouterParts(NamedTuple):
+    """Names of what a router has, within its module."""
+
+    weight: str
+    """Name of the matrix [E, H]."""
+    correction: str | None
+    """Name of its own `CORRECTION`, if it has one."""
+
+
+def locate_router_parts(router: nn.Module) -> RouterParts | None:
+    """Return the names of a router's matrix and correction; None if the module is no router by its name and parameters."""
+    tensors = {name for name, _ in (*router.named_parameters(), *router.named_buffers())}
+    weight = next((name for name in _WEIGHTS if name in tensors), None)
+    if weight is None or not type(router).__name__.endswith(_NAMES):
+        return None
+    return RouterParts(weight, next((name for name in tensors if name.endswith(CORRECTION)), None))
 
 
 def _list_groups(router: nn.Module, n_experts: int, top_k: int) -> list[ExpertGroups]:
@@ -92,31 +115,31 @@ def _sort_choice(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor
 
 
 @torch.no_grad()
-def _try_router(router: nn.Module) -> tuple[torch.Tensor | None, Sequence[torch.Tensor] | None]:
-    """Return what is added to scores for the choice (None for a module that does not take it), and what the module computes of random
+def _try_router(router: nn.Module, parts: RouterParts) -> tuple[torch.Tensor | None, Sequence[torch.Tensor] | None]:
+    """Return what is added to scores for the choice [E] (None for a module that does not take it), and what the module computes of random
     rows with random weights: logits, weights, choice; None if it returns others.
     """
     generator = torch.Generator().manual_seed(0)
-    stand_in = copy.copy(router)
-    stand_in._parameters = {
-        name: nn.Parameter(torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5, requires_grad=False)
-        for name, p in router._parameters.items()
-        if p is not None
+    tensors = {
+        name: torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5
+        for name, p in router.named_parameters()
+        if name != parts.correction
     }
-    x = torch.randn(7, router._parameters["weight"].shape[1], generator=generator)  # type: ignore[union-attr]
-    correction = 0.3 * torch.randn(len(stand_in._parameters["weight"]), generator=generator)  # type: ignore[arg-type]
+    n_experts, n_in = tensors[parts.weight].shape
+    x = torch.randn(_ROWS, n_in, generator=generator)
+    correction = 0.3 * torch.randn(n_experts, generator=generator)
+    if parts.correction:
+        own = dict(router.named_parameters()) | dict(router.named_buffers())
+        tensors[parts.correction] = correction.view(own[parts.correction].shape)
     found: Any = None
-    if has_own := CORRECTION in router._buffers:
-        stand_in._buffers = {CORRECTION: correction}
-    for added in (correction,) if has_own else (None, correction):
+    for added in (correction,) if parts.correction else (None, correction):
         with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
-            found = stand_in(x) if has_own or added is None else stand_in(x, added)
+            found = functional_call(router, tensors, (x,) if parts.correction or added is None else (x, added))
             break
     if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, torch.Tensor) for each in found):
         return None, None
     logits, weights, ids = found
-    k = router.top_k
-    if logits.shape != (7, len(stand_in._parameters["weight"])) or weights.shape != (7, k) or ids.shape != (7, k):  # type: ignore[arg-type]
+    if logits.shape != (_ROWS, n_experts) or weights.shape != (_ROWS, router.top_k) or ids.shape != weights.shape:
         return None, None
     return added, (logits.contiguous(), weights, ids)
 

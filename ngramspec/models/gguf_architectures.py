@@ -9,40 +9,17 @@ llama-cpp-python 0.3.36). Tests compare logits with llama.cpp's for a file of ev
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf_configs as configs
+from ngramspec.models import gguf_hybrid_configs as hybrids
 from ngramspec.models import qwen3_next
-from ngramspec.models.gguf import Gguf, GgufTensor
+from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_configs import Config
 from ngramspec.models.gguf_metadata import GgufMetadata
-from ngramspec.models.head_parameters import HEAD, HEAD_LAYER
 from ngramspec.models.latent_weights import BOTH, KEYS, VALUES
-from ngramspec.models.tensor_source import KINDS, RowParts
-
-
-class TensorUse(NamedTuple):
-    """How a parameter is made of a tensor."""
-
-    tensor: str
-    rule: str = "same"
-    """One of `start_cache.RULES`, "interleaved", "repeated", "divided", "joined": the rows of `other` follow, "in turns": outputs of
-    `tensor` and `other` alternate, "joined heads", "head keys" or "head values": see `latent_weights`."""
-    heads: int = 0
-    """Heads of an interleaving rule or of latent attention, value heads per key head where those of keys are repeated, or groups of rows
-    that are divided."""
-    first: int = 0
-    """The first row that belongs to the parameter."""
-    end: int = 0
-    """The row after the last one; 0: all rows belong to it."""
-    other: str = ""
-    """Another tensor, whose rows follow, of experts in every expert."""
-    parts: RowParts = ()
-    """Rows of each group that a divided tensor has for the parameter, or of each head for its keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +49,7 @@ class Architecture:
 
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LATE_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_up_proj", "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
@@ -90,8 +68,6 @@ _LINEAR_ATTENTION = {
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = _NORMS | _ATTENTION | _MLP
-# Stems of tensors that are parameters of a module that has others.
-_PARAMETERS = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
 _GEMMA4 = {
     "layer_output_scale": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale",
@@ -110,8 +86,6 @@ _PAIRS = {"attn_q": "interleaved", "attn_k": "interleaved"}
 _HEAD = {
     "nextn.eh_proj": "fc", "nextn.enorm": "pre_fc_norm_embedding", "nextn.hnorm": "pre_fc_norm_hidden", "nextn.shared_head_norm": "norm",
 }  # fmt: skip
-# Tensors of heads with an embedding or projection of their own, which are not read.
-_OWN_VOCABULARY = ("nextn.embed_tokens", "nextn.shared_head_head")
 _SHIFTED = dict.fromkeys(
     (
         *("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm"),
@@ -212,6 +186,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": Architecture(model_type="deepseek_v2", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
     "dots1": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
     "ernie4_5": Architecture(model_type="ernie4_5", layer=_LLAMA, configure=configs.read_ernie),
+    "ernie4_5-moe": Architecture(
+        model_type="ernie4_5_moe",
+        layer=_LLAMA | _EXPERTS | _SHARED_EXPERTS | {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction"},
+        configure=configs.read_ernie_moe,
+    ),
     "exaone4": Architecture(model_type="exaone4", layer=_OLMO2, configure=configs.read_exaone4),
     "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=configs.read_gemma),
     "gemma2": Architecture(model_type="gemma2", layer=_SANDWICH, rules=_SHIFTED, configure=configs.read_gemma2),
@@ -263,8 +242,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(model_type="granite", layer=_LLAMA, rules=_PAIRS, configure=configs.read_granite),
     "hunyuan-dense": Architecture(
         model_type="hunyuan_v1_dense",
-        layer=_LLAMA | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        layer=_LLAMA | _LATE_NORMS,
         configure=configs.read_llama,
+    ),
+    "hunyuan-moe": Architecture(
+        model_type="hunyuan_v1_moe",
+        layer=_NORMS
+        | _ATTENTION
+        | _LATE_NORMS
+        | _EXPERTS
+        | {"ffn_gate_inp": "mlp.gate.wg"}
+        | {f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+        configure=configs.read_hunyuan_moe,
     ),
     "granitemoe": Architecture(
         model_type="granitemoe",
@@ -281,13 +270,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {f"ffn_gate{end}": "shared_mlp.input_linear" for end in ("", "_shexp")}
         | {f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
         rules=_PAIRS | {"ssm_a": "log of negative", "ffn_gate": "joined", "ffn_gate_shexp": "joined"},
-        configure=configs.read_granitehybrid,
+        configure=hybrids.read_granitehybrid,
     ),
     "lfm2": Architecture(
         model_type="lfm2",
         layer=_LFM2,
         whole=_LFM2_WHOLE,
-        configure=configs.read_lfm2,
+        configure=hybrids.read_lfm2,
     ),
     "lfm2moe": Architecture(
         model_type="lfm2_moe",
@@ -295,9 +284,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {stem: path.replace("mlp.", "feed_forward.") for stem, path in _EXPERTS.items()}
         | {"exp_probs_b": "feed_forward.expert"},
         whole=_LFM2_WHOLE,
-        configure=configs.read_lfm2moe,
+        configure=hybrids.read_lfm2moe,
     ),
     "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=configs.read_llama_or_mixtral),
+    "minimax-m2": Architecture(
+        model_type="minimax_m2",
+        layer=_QWEN3_MOE | {"exp_probs_b": "mlp.e_score_correction"},
+        configure=configs.read_minimax_m2,
+    ),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
     "mistral4": Architecture(model_type="mistral4", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
     "nemotron_h": Architecture(
@@ -305,7 +299,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_NEMOTRON_H | {"ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},
         whole=_NEMOTRON_H_WHOLE,
         rules={"ssm_a": "log of negative"},
-        configure=configs.read_nemotron_h,
+        configure=hybrids.read_nemotron_h,
     ),
     "nemotron_h_moe": Architecture(
         model_type="nemotron_h",
@@ -315,7 +309,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"ffn_gate_inp": "mixer.gate", "exp_probs_b": "mixer.gate.e_score_correction"},
         whole=_NEMOTRON_H_WHOLE,
         rules={"ssm_a": "log of negative"},
-        configure=configs.read_nemotron_h_moe,
+        configure=hybrids.read_nemotron_h_moe,
     ),
     "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=configs.read_olmo2),
     "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_olmoe),
@@ -333,13 +327,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2vl": Architecture(model_type="qwen2", layer=_LLAMA, configure=configs.read_qwen),
     "qwen3": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=configs.read_qwen),
     "qwen3vl": Architecture(model_type="qwen3", layer=_LLAMA | _HEAD_NORMS, configure=configs.read_qwen),
-    "qwen35": Architecture(model_type="qwen3_5_text", layer=_QWEN35 | _MLP, rules=_QWEN35_RULES, head=_HEAD, configure=configs.read_qwen35),
+    "qwen35": Architecture(model_type="qwen3_5_text", layer=_QWEN35 | _MLP, rules=_QWEN35_RULES, head=_HEAD, configure=hybrids.read_qwen35),
     "qwen35moe": Architecture(
         model_type="qwen3_5_moe_text",
         layer=_QWEN35 | _EXPERTS | _SHARED_EXPERT,
         rules=_QWEN35_RULES,
         head=_HEAD,
-        configure=configs.read_qwen35moe,
+        configure=hybrids.read_qwen35moe,
     ),
     "qwen3moe": Architecture(model_type="qwen3_moe", layer=_QWEN3_MOE, configure=configs.read_qwen3moe),
     "qwen3vlmoe": Architecture(model_type="qwen3_moe", layer=_QWEN3_MOE, configure=configs.read_qwen3moe),
@@ -349,7 +343,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rules=_SHIFTED | {"ssm_a": "log of negative"},
         divided={"ssm_in": "in_proj_qkvz", "ssm_ba": "in_proj_ba"},
         head=_HEAD,
-        configure=configs.read_qwen3next,
+        configure=hybrids.read_qwen3next,
     ),
     "seed_oss": Architecture(
         model_type="seed_oss",
@@ -363,118 +357,3 @@ ARCHITECTURES: dict[str, Architecture] = {
         configure=configs.read_starcoder2,
     ),
 }
-
-# ------------------------------------------------------------------ tensors
-
-_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<kind>weight|bias|scale))?")
-
-
-def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
-    """Return which tensor each parameter is made of; tensors that no parameter needs are left out.
-
-    The layer behind the last one is that of a head that predicts further tokens (`head_parameters`), if the architecture's is read.
-    """
-    row, uses = get_architecture(file), {}
-    of_head = list_head_tensors(file)
-    for tensor in file.tensors.values():
-        if tensor.name not in of_head and (found := _TENSOR.fullmatch(tensor.name)) is not None:
-            uses.update(_map_tensor(row, config, tensor, found))
-    return uses | _map_head(file, row, config, of_head)
-
-
-def _map_head(file: Gguf, row: Architecture, config: Config, names: set[str]) -> dict[str, TensorUse]:
-    """Return the parameters of a head of one layer that has the model's own embedding and projection; of others none."""
-    uses: dict[str, TensorUse] = {}
-    found = {name: match for name in names if (match := _TENSOR.fullmatch(name)) is not None}
-    layers = {match["layer"] for match in found.values()}
-    own = {match["stem"] for match in found.values()} & {*_OWN_VOCABULARY}
-    if not row.head or len(layers) != 1 or own or any(file.tensors[name].kind not in KINDS for name in names):
-        return {}
-    for name, match in found.items():
-        if (path := row.head.get(match["stem"])) is not None:
-            uses[f"{HEAD}{path}.{match['kind']}"] = _make_use(row, config, name, match["stem"], match["kind"])
-        else:
-            for parameter, use in _map_tensor(row, config, file.tensors[name], match).items():
-                uses[parameter.replace(f"{row.prefix}.{match['layer']}.", HEAD_LAYER)] = use
-    uses.setdefault(f"{HEAD}norm.weight", _make_use(row, config, "output_norm.weight", "output_norm", "weight"))
-    return uses
-
-
-def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re.Match[str]) -> dict[str, TensorUse]:
-    layer, stem, kind = found["layer"], found["stem"], found["kind"]
-    if layer is not None and (joined := row.divided.get(stem)) is not None:
-        return {
-            f"{row.prefix}.{layer}.linear_attn.{name}.{kind}": TensorUse(tensor.name, "divided", part.n_groups, parts=part.parts)
-            for name, part in qwen3_next.list_parts(config).items()
-            if part.joined == joined and tensor.shape[0] == part.n_rows
-        }
-    path = row.whole.get(stem) if layer is None else row.layer.get(f"{stem}.{kind}" if kind == "scale" else stem)
-    if layer is not None and stem == "attn_qkv" and path is None:
-        return _split_fused(row, config, tensor, f"{row.prefix}.{layer}", kind)
-    if path is None:
-        return {}
-    path = path if layer is None else f"{row.prefix}.{layer}.{path}"
-    if kind == "scale":
-        return {path: TensorUse(tensor.name)}
-    if stem.endswith("_exps") or stem in _PARAMETERS:  # parameters that have no module of their own
-        other = f"blk.{layer}.ffn_up_exps.{kind}" if stem == "ffn_gate_exps" else ""
-        use = _make_use(row, config, tensor.name, stem, kind)
-        return {f"{path}_bias" if kind == "bias" else path: use._replace(other=other)}
-    use = _make_use(row, config, tensor.name, stem, kind)
-    if row.latent and kind == "weight" and stem in ("attn_k_b", "attn_kv_b"):
-        return _map_heads(config, tensor.name, stem, path) | {f"{path}.{kind}": use}
-    return {f"{path}.{kind}": use._replace(other=tensor.name.replace("gate", "up")) if use.rule == "joined" else use}
-
-
-def _map_heads(config: Config, name: str, stem: str, path: str) -> dict[str, TensorUse]:
-    """Return what is made of the matrices of latent attention's keys, besides themselves: transformers' one of keys and values, or of that
-    the matrices of keys and values.
-    """
-    at, n_heads, of_keys = path.rpartition(".")[0], config["num_attention_heads"], ((0, config["qk_nope_head_dim"]),)
-    if stem == "attn_k_b":
-        return {f"{at}.{BOTH}.weight": TensorUse(name, "joined heads", n_heads, other=name.replace("attn_k_b", "attn_v_b"), parts=of_keys)}
-    return {
-        f"{at}.{part}.weight": TensorUse(name, f"head {what}", n_heads, parts=of_keys)
-        for part, what in ((KEYS, "keys"), (VALUES, "values"))
-    }
-
-
-def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str, first: int = 0, end: int = 0) -> TensorUse:
-    rule = row.rules.get(stem, "same")
-    if rule == "transposed" and kind == "bias":
-        rule = "same"
-    heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"] if rule == "interleaved" else 0
-    if rule == "repeated":
-        heads = config["linear_key_repeats"]
-        rule = rule if heads > 1 else "same"
-    return TensorUse(name, rule, heads, first, end)
-
-
-def _split_fused(row: Architecture, config: Config, tensor: GgufTensor, layer: str, kind: str) -> dict[str, TensorUse]:
-    """Cut a tensor of queries, keys and values, which newer conversions write for any architecture, into three parameters."""
-    q, kv = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
-    if tensor.shape[0] != q + 2 * kv:
-        return {}
-    ends = {"attn_q": (0, q), "attn_k": (q, q + kv), "attn_v": (q + kv, q + 2 * kv)}
-    return {
-        f"{layer}.{row.layer[stem]}.{kind}": _make_use(row, config, tensor.name, stem, kind, *ends[stem])
-        for stem in ends
-        if stem in row.layer
-    }
-
-
-def list_idle_tensors(file: Gguf, config: Config) -> set[str]:
-    """Return the names of tensors that are no parameters: keys and values of layers that have those of others, numbers of the config."""
-    n_shared = config.get("num_kv_shared_layers", 0)
-    layers = range(config["num_hidden_layers"] - n_shared, config["num_hidden_layers"]) if n_shared else range(0)
-    names = {f"blk.{i}.{stem}.weight" for i in layers for stem in ("attn_k", "attn_v", "attn_k_norm")}
-    if (config.get("rope_parameters") or {}).get("rope_type") == "longrope":
-        names |= {configs.LONG_FACTORS, configs.SHORT_FACTORS}
-    return names & file.tensors.keys()
-
-
-def list_head_tensors(file: Gguf) -> set[str]:
-    """Return the names of the tensors of heads that predict further tokens: layers behind the model's last one, as the file counts them."""
-    metadata = GgufMetadata(file)
-    heads = range(metadata.n_layers, metadata.get_int("block_count"))
-    return {name for name in file.tensors if (found := _TENSOR.match(name)) and found["layer"] and int(found["layer"]) in heads}

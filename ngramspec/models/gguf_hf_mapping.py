@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import header_limits, vocabulary
 from ngramspec.models.gguf import Gguf
-from ngramspec.models.gguf_architectures import list_head_tensors, list_idle_tensors, map_tensors, read_config
+from ngramspec.models.gguf_architectures import read_config
 from ngramspec.models.gguf_metadata import SLIDING
+from ngramspec.models.gguf_tensor_map import list_head_tensors, list_idle_tensors, map_tensors
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.start_cache import (
     ROPE_FACTORS,
@@ -108,8 +109,8 @@ def _check_sizes(gguf: Gguf, config: dict[str, Any]) -> None:
             raise UnsupportedModelError(f"{gguf.path}: {key} is {config[key]!r} by its metadata; accepted: 1 to {most}, by its tensors")
     optional = (
         "hidden_size_per_layer_input", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size",
-        "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
-        "qk_rope_head_dim", "v_head_dim",
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts", "moe_num_shared_experts",
+        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip
     others = [(key, config[key]) for key in optional if config.get(key)]
     others += [item for layer in config.get("per_layer_config", {}).values() for item in layer.items()]

@@ -34,7 +34,7 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.expert_weights import join_experts, join_rows, transpose_experts
 from ngramspec.models.gguf import Gguf, GgufTensor
-from ngramspec.models.gguf_architectures import TensorUse
+from ngramspec.models.gguf_tensor_map import TensorUse
 from ngramspec.models.head_parameters import HEAD
 from ngramspec.models.latent_weights import KEYS, VALUES, join_heads, split_heads
 from ngramspec.models.smollm2 import smollm2_gguf

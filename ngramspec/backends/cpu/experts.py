@@ -123,16 +123,28 @@ def make_pair_buffers(layers: list[Experts], n_rows: int, width: int, n_layers: 
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def _measure_softmax(logits, n):
+    """Return the greatest of the first `n` logits, and the sum of their exponentials relative to that of the greatest."""
+    most, total = logits[0], _F(0)
+    for e in range(1, n):
+        most = max(most, logits[e])
+    for e in range(n):
+        total += exp(logits[e] - most)
+    return most, total
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _choose_groups(logits, correction, options, chosen):
     """Set the flags [groups] of a row's best groups of experts; of equal ones those with the lowest numbers are chosen."""
-    n_groups, most, size = chosen.shape[0], logits[0], options[N_EXPERTS] // chosen.shape[0]
-    for e in range(1, options[N_EXPERTS]):
-        most = max(most, logits[e])
+    n_groups, size = chosen.shape[0], options[N_EXPERTS] // chosen.shape[0]
+    most, total = _measure_softmax(logits, options[N_EXPERTS])
+    if not correction.shape[0]:
+        total = _F(1)
     scores = np.empty(n_groups, np.float32)
     for g in range(n_groups):
         best = second = _F(-np.inf)
         for e in range(g * size, (g + 1) * size):
-            score = compute_sigmoid(logits[e]) if options[SCORING] == SIGMOID else exp(logits[e] - most)
+            score = compute_sigmoid(logits[e]) if options[SCORING] == SIGMOID else exp(logits[e] - most) / total
             if correction.shape[0]:
                 score += correction[e]
             best, second = max(best, score), max(second, min(best, score))
@@ -152,7 +164,8 @@ def choose_experts(logits, correction, options, scale, ids, weights):
     `correction` [E], or [0] for none, is added to the scores for the choice alone. The groups that are chosen have at least top_k experts.
     """
     n, k = options[N_EXPERTS], options[TOP_K]
-    sigmoid = options[SCORING] == SIGMOID
+    sigmoid, corrected = options[SCORING] == SIGMOID, correction.shape[0] > 0
+    most, total = _measure_softmax(logits, n) if corrected and not sigmoid else (_F(0), _F(1))
     best = np.empty(k, np.float32)
     n_found, groups = 0, np.zeros(max(np.int64(1), options[N_GROUPS]), np.bool_)
     size = n // groups.shape[0]
@@ -162,8 +175,8 @@ def choose_experts(logits, correction, options, scale, ids, weights):
         if groups.shape[0] > 1 and not groups[e // size]:
             continue
         score = compute_sigmoid(logits[e]) if sigmoid else logits[e]
-        if correction.shape[0]:
-            score += correction[e]
+        if corrected:
+            score = correction[e] + (score if sigmoid else exp(score - most) / total)
         if n_found == k and not score > best[k - 1]:
             continue
         at = min(n_found, k - 1)
@@ -178,7 +191,8 @@ def choose_experts(logits, correction, options, scale, ids, weights):
             weights[i] = compute_sigmoid(logits[ids[i]])
             total += weights[i]
     else:
-        most = logits[ids[0]]
+        if not corrected:
+            most = logits[ids[0]]
         for i in range(k):
             weights[i] = exp(logits[ids[i]] - most)
             total += weights[i]

@@ -20,7 +20,7 @@ from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, loc
 from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models import expert_routing
-from ngramspec.models.expert_routing import CORRECTION, RouterOptions
+from ngramspec.models.expert_routing import CORRECTION, RouterOptions, RouterParts
 from ngramspec.models.expert_weights import ExpertWeights
 
 _NO_CORRECTION = np.zeros(0, np.float32)
@@ -60,11 +60,12 @@ class PackedRouter(nn.Module):
     experts [T, top_k], best first.
     """
 
-    def __init__(self, product: CpuProduct, options: np.ndarray, scale: float, correction: np.ndarray | None = None) -> None:
-        """`options`, `scale`: see `Experts`; `correction`: the router's own."""
+    def __init__(
+        self, product: CpuProduct, options: np.ndarray, scale: float, parts: RouterParts, correction: np.ndarray | None = None
+    ) -> None:
+        """`options`, `scale`: see `Experts`; `parts`: names within the router that it replaces; `correction` [E]: the router's own."""
         super().__init__()
-        self.product, self.options, self.scale = product, options, scale
-        self.has_correction = correction is not None
+        self.product, self.options, self.scale, self.parts = product, options, scale, parts
         if correction is not None:
             self.register_buffer(CORRECTION, torch.from_numpy(correction))
 
@@ -72,7 +73,7 @@ class PackedRouter(nn.Module):
         logits = self.product.multiply(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())
         k = int(self.options[moe.TOP_K])
         ids, weights = np.zeros((len(logits), k), np.int32), np.zeros((len(logits), k), np.float32)
-        if self.has_correction:
+        if self.parts.correction:
             correction = self.get_buffer(CORRECTION)
         added = _NO_CORRECTION if correction is None else correction.numpy()
         _choose_all(logits, added, self.options, np.float32(self.scale), ids, weights)

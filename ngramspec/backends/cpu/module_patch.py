@@ -20,7 +20,7 @@ from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter, 
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, unpack_rows
 from ngramspec.backends.cpu.packing import pack
-from ngramspec.models.expert_routing import CORRECTION, find_activation
+from ngramspec.models.expert_routing import find_activation, locate_router_parts
 from ngramspec.models.expert_weights import ExpertWeights
 from ngramspec.models.latent_weights import BOTH, KEYS, VALUES, join_arrays, list_latent_attention
 from ngramspec.models.parameters import MemoryTensor
@@ -67,7 +67,10 @@ class ModulePatcher:
         embedding = self.model.get_input_embeddings()
         for path, attention in list_latent_attention(self.model):
             self._pack_heads(path, attention)
+        replaced: set[nn.Module] = set()
         for path, parent in list(self.model.named_modules()):
+            if parent in replaced:
+                continue
             children = dict(parent.named_children())
             at = f"{path}." if path else ""
             for group in GROUPS:
@@ -84,6 +87,7 @@ class ModulePatcher:
                     scale = getattr(child, "embed_scale", None)
                     setattr(parent, name, CpuPackedEmbedding(self.context.kernels, self._get_matrix(at + name, child), scale))
                 elif (other := self._pack_experts(at + name, child) or self._pack_router(at + name, child)) is not None:
+                    replaced.update(child.modules())
                     setattr(parent, name, other)
         for path, module in self.model.named_modules():
             for name, parameter in list(module._parameters.items()):
@@ -117,12 +121,17 @@ class ModulePatcher:
 
     def _pack_router(self, path: str, module: nn.Module) -> PackedRouter | None:
         """Pack a router; None if the module is none, or computes something else."""
-        if not type(module).__name__.endswith("Router") or (found := find_router_options(module)) is None:
+        if (parts := locate_router_parts(module)) is None or (found := find_router_options(module)) is None:
             return None
+        at = f"{path}.{parts.weight.removesuffix('.weight')}".removesuffix(".weight")
         bias = self.source[f"{path}.bias"].float32() if module._parameters.get("bias") is not None else None
-        correction = self.source[f"{path}.{CORRECTION}"].float32() if CORRECTION in module._buffers else None
-        self.matrices[path] = self._pack_matrix(self.source[f"{path}.weight"], bias, transposed=False)
-        return PackedRouter(CpuProduct(self.context, [self.matrices[path]]), *found, correction)
+        correction = None
+        if f"{path}.{parts.correction}" in self.source:
+            correction = self.source[f"{path}.{parts.correction}"].float32().reshape(-1)
+        else:
+            parts = parts._replace(correction=None)
+        self.matrices[at] = self._pack_matrix(self.source[f"{at}.weight"], bias, transposed=False)
+        return PackedRouter(CpuProduct(self.context, [self.matrices[at]]), *found, parts, correction)
 
     def _get_matrix(self, path: str, module: nn.Module) -> Matrix:
         parameter = module.weight

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ngramspec.backends.base import CPU_RECURRENT_MODULES, Runner, check_supported, has_recurrent_layers, is_out_of_memory, kv_shapes
 from ngramspec.backends.cpu import attention, fused_ops
+from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
 from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, collect_policies, is_quantised, make_pool, resolve_precision
 from ngramspec.backends.cpu.matmul import MatmulContext
@@ -252,7 +253,8 @@ class CpuRunner(LlamaRunner):
         logits = seen @ torch.from_numpy(source[name].float32()).T
         logits = logits + torch.from_numpy(source[bias].float32()) if bias else logits
         if experts.correction is not None:
-            logits = logits.sigmoid() + torch.from_numpy(source[experts.correction].float32())
+            scores = logits.sigmoid() if experts.scoring == moe.SIGMOID else logits.softmax(-1)
+            logits = scores + torch.from_numpy(source[experts.correction].float32())
         if (groups := experts.groups).n_groups == 1:
             return find_sure_rows(logits, experts.top_k)
         scores = logits if experts.correction is not None else logits.softmax(-1)

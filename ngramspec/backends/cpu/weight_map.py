@@ -389,7 +389,7 @@ class WeightMap:
             last = pack_stored(append_rows(router, source[found.shared_gate]) if found.shared_gate else router, bias)
             return Experts(
                 (gate, up, down, last), router.shape[0], found.top_k, found.scoring, found.normalise, found.scale,
-                source[found.correction].float32() if found.correction else None, found.shared, found.activation,
+                source[found.correction].float32().reshape(-1) if found.correction else None, found.shared, found.activation,
                 found.groups,
             )  # fmt: skip
 
@@ -473,5 +473,6 @@ def _list_expert_shapes(found: ExpertsMap, source: TensorSource, hidden: int) ->
     if not 0 < found.top_k <= n_experts or (found.shared_gate is None) == (found.shared == SHARED_BY_GATE):
         raise ValueError(f"{found.top_k} of {n_experts} experts, or a shared one without its gate")
     shapes = found.weights.list_shapes(source, hidden)
-    of_router = [(found.router[0], (n_experts, hidden)), (found.router[1], (n_experts,)), (found.correction, (n_experts,))]
+    correction = source[found.correction].shape if found.correction else ()  # [E], or [1, E]
+    of_router = [(found.router[0], (n_experts, hidden)), (found.router[1], (n_experts,)), (found.correction, (*correction[:-1], n_experts))]
     return [*shapes, *of_router, (found.shared_gate, (1, hidden))]

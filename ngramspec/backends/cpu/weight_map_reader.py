@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu import fused_ops
-from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
+from ngramspec.backends.cpu.experts_map import BESIDE_EXPERTS, SHARED_EXPERTS, map_experts
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.latent_map import map_latent_layer, read_latent_options
@@ -27,7 +27,6 @@ from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, S
 from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, MambaOptions, ModelOptions, RecurrentOptions, ShortConvOptions
 from ngramspec.backends.cpu.varied_layers_reader import has_varied_heads, map_varied_layers, read_inputs
 from ngramspec.backends.cpu.weight_map import QueryScale, Rotary, WeightMap
-from ngramspec.models.expert_routing import CORRECTION
 from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.latent_weights import BOTH, list_latent_attention
 from ngramspec.models.tensor_source import TensorSource
@@ -45,11 +44,9 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
 # Norms of queries and keys by name: before the rotary embedding, and after it.
 _HEAD_NORMS, _LATE_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")), ("query_layernorm", "key_layernorm")
 _SECOND_NORMS = ("post_attention_layernorm", "ffn_norm")  # of layers whose MLP does not see what attention sees
-_SHARED_EXPERTS = "shared_experts"  # an MLP that every row has, without a gate
 _MIXER = "mixer"  # a layer's only part besides its norm
 _OUTPUTS = ("o_proj", "out_proj")  # names of attention's last matrix
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
-_BESIDE_EXPERTS = "shared_mlp"  # an MLP that every row has, and that may be the only one
 _Names = Callable[[str], MatrixName]  # of the module at a path
 
 
@@ -227,11 +224,12 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     attn: Any = children.get("self_attn")
     recurrence, conv, mamba = (children.pop(name, None) for name in ("linear_attn", "conv", "mamba"))
     mlp = next((name for name in _MLPS if name in children), "")
-    mixed = _map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
-    shared = _SHARED_EXPERTS if mlp and hasattr(children[mlp], _SHARED_EXPERTS) else "shared_expert"
+    mixed = map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
+    beside = [name for name in (SHARED_EXPERTS, BESIDE_EXPERTS) if mlp and hasattr(children[mlp], name)]
+    shared = beside[0] if beside else "shared_expert"
     dense = f"{mlp}.{shared}" if mixed and mixed.shared else mlp
-    if mixed and children.pop(_BESIDE_EXPERTS, None) is not None:
-        mixed, dense = replace(mixed, shared=moe.SHARED_FULLY), _BESIDE_EXPERTS
+    if mixed and children.pop(BESIDE_EXPERTS, None) is not None:
+        mixed, dense = replace(mixed, shared=moe.SHARED_FULLY), BESIDE_EXPERTS
     of_norms = {name: child for name, child in children.items() if name not in ("self_attn", mlp)}
     norms = next((pairs for pairs in _NORMS if of_norms.keys() == {*(pairs[0] or ()), *(pairs[1] or ())}), None)
     if norms is None or not all(_describe_norm(norm) for norm in of_norms.values()) or (mixed is None and not mlp):
@@ -402,8 +400,8 @@ def _map_mixer_layer(layer: Any, path: str, names: _Names, kv: int) -> LayerWeig
         if parts or matrices is None or getattr(mixer.config, "sliding_window", None):
             return None
         matrices.append(names(f"{at}.o_proj"))
-    elif (mixed := _map_experts(mixer, at, names)) is not None:
-        matrices = _map_mlp(getattr(mixer, _SHARED_EXPERTS, mixer), f"{at}.{_SHARED_EXPERTS}", names)
+    elif (mixed := map_experts(mixer, at, names)) is not None:
+        matrices = _map_mlp(getattr(mixer, SHARED_EXPERTS, mixer), f"{at}.{SHARED_EXPERTS}", names)
     else:
         matrices = _map_mlp(mixer, at, names)
     if matrices is None:
@@ -470,28 +468,6 @@ def _divide_rows(name: MatrixName, sizes: Sequence[int]) -> list[MatrixName] | N
     if any(end % WIDTH for end in ends[:-1]):
         return None
     return [name._replace(first=end - n, end=end) for n, end in zip(sizes, ends, strict=True)]
-
-
-def _map_experts(block: nn.Module, path: str, names: _Names) -> ExpertsMap | None:
-    """Map a router and experts at a path, and what a shared expert needs besides its MLP; None for another kind of module."""
-    parts = {name: child for name, child in block.named_children() if not isinstance(child, nn.Identity)}
-    beside = parts.pop(_SHARED_EXPERTS, None)
-    experts, router_name = parts.pop("experts", None), next((name for name in ("gate", "router") if name in parts), "")
-    router, shared, shared_gate = parts.pop(router_name, None), parts.pop("shared_expert", None), parts.pop("shared_expert_gate", None)
-    if parts or not isinstance(experts, PackedExperts) or not isinstance(router, PackedRouter):
-        return None
-    if shared is not None and not (isinstance(shared, fused_ops.GatedMLP) and isinstance(shared_gate, CpuPackedLinear)):
-        return None
-    correction = f"{path}.expert_bias" if "expert_bias" in block._buffers else None
-    if router.has_correction:
-        correction = f"{path}.{router_name}.{CORRECTION}"
-    return ExpertsMap(
-        weights=experts.weights, router=names(f"{path}.{router_name}")[:2], top_k=int(router.options[moe.TOP_K]),
-        scoring=int(router.options[moe.SCORING]), normalise=bool(router.options[moe.NORMALISE]), scale=router.scale,
-        shared=moe.SHARED_FULLY if beside is not None else moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
-        shared_gate=f"{path}.shared_expert_gate.weight" if shared is not None else None, activation=experts.experts.activation,
-        correction=correction, groups=moe.ExpertGroups(*router.options[moe.N_GROUPS :].tolist()),
-    )  # fmt: skip
 
 
 def _read_query_scale(model: PreTrainedModel) -> QueryScale | None:

@@ -122,6 +122,9 @@ def _choose(
     if SHAPE.sigmoid:
         score = 1.0 / (1.0 + tl.exp(-logits))
     if correction is not None:
+        if not SHAPE.sigmoid:  # shares, to which the correction is added
+            powers = tl.exp(logits - tl.max(tl.where(e < SHAPE.n_experts, logits, -float("inf")), 0))
+            score = powers / tl.sum(tl.where(e < SHAPE.n_experts, powers, 0.0), 0)
         score += tl.load(correction + e, mask=e < SHAPE.n_experts, other=0.0)
     score = tl.where(score > _LOWEST, score, _LOWEST)
     score = tl.where(e < SHAPE.n_experts, score, -float("inf"))

@@ -16,7 +16,7 @@ from ngramspec.backends.cuda.expert_kernels import PairProduct, activate_clamped
 from ngramspec.backends.cuda.packed_experts import PackedExpertWeight
 from ngramspec.backends.cuda.row_invariant_linear import LinearProduct
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.expert_routing import CORRECTION, RouterOptions, find_activation, find_router_options
+from ngramspec.models.expert_routing import RouterOptions, find_activation, find_router_options, locate_router_parts
 
 # Makes the product of pairs with experts' weights [E, N, K] and biases [E, N] or None. Raises UnsupportedModelError.
 MakePairProduct = Callable[[torch.Tensor | PackedExpertWeight, torch.Tensor | None], PairProduct]
@@ -49,16 +49,18 @@ def holds_experts(module: nn.Module) -> bool:
 
 def read_router(router: nn.Module) -> RouterOptions:
     """Return how a router chooses. Raises UnsupportedModelError if it computes something else."""
-    options = find_router_options(router) if type(router).__name__.endswith("Router") else None
-    if options is None:
+    if (options := find_router_options(router)) is None:
         raise UnsupportedModelError(f"{type(router).__name__} chooses experts in another way")
     return options
 
 
 def read_correction(router: nn.Module) -> torch.Tensor | None:
     """Return what a router adds to scores for the choice alone, [E] float32; None: nothing."""
-    correction = router._buffers.get(CORRECTION)
-    return None if correction is None else correction.float().contiguous()
+    parts = locate_router_parts(router)
+    if parts is None or parts.correction is None:
+        return None
+    tensors = dict(router.named_parameters()) | dict(router.named_buffers())
+    return tensors[parts.correction].detach().float().flatten().contiguous()
 
 
 class ChosenExperts:

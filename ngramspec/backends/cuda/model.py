@@ -37,6 +37,7 @@ from ngramspec.backends.cuda.quantised import CudaPackedWeight
 from ngramspec.backends.cuda.rope_kv import rope_kv, write_kv
 from ngramspec.backends.cuda.row_invariant_linear import LinearProduct
 from ngramspec.errors import UnsupportedModelError
+from ngramspec.models.expert_routing import locate_router_parts
 from ngramspec.models.hf_modules import get_bias, get_rms_norm, get_weight
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
@@ -282,8 +283,8 @@ class ModulesDecoder:
                 with contextlib.suppress(UnsupportedModelError):
                     if holds_experts(child):
                         setattr(parent, name, ExpertsModule(ChosenExperts(child, make_pairs)))
-                    elif type(child).__name__.endswith("Router"):
-                        product = make(child.get_parameter("weight").detach().to(model.dtype), get_bias(child))
+                    elif (parts := locate_router_parts(child)) is not None:
+                        product = make(child.get_parameter(parts.weight).detach().to(model.dtype), get_bias(child))
                         setattr(parent, name, RouterModule(read_router(child), product, child))
                 if isinstance(child, CudaPackedLinear):
                     setattr(parent, name, ProductModule(make([child.packed], child.bias), child))

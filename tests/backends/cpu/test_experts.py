@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ngramspec.backends.cpu import experts as moe
+from ngramspec.backends.cpu.experts_modules import find_router_options
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine.llm_engine import Engine
@@ -192,3 +193,22 @@ def test_experts_are_read_from_single_tensors_a_few_rows_at_a_time(folder: Calla
     assert opened.source.keys() == expected.keys()
     for name, parameter in expected.items():
         assert np.array_equal(opened.source[name].float32(), parameter.numpy()), name
+
+
+@pytest.mark.parametrize("hidden", [64, 320])
+def test_how_groups_are_scored_is_found_out(hidden: int) -> None:
+    """With few rows, the best expert of a group and the sum of its two best choose the same experts."""
+    model = tiny.tiny_model("deepseek_v3", hidden_size=hidden, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2)
+    found = find_router_options(model.base_model.layers[-1].mlp.gate)
+    assert found is not None
+    assert found[0][moe.N_GROUPS :].tolist() == [4, 2, True]
+
+
+def test_a_correction_is_added_to_shares() -> None:
+    logits, correction = np.array([3.0, 2.0, 1.0, 0.0], np.float32), np.array([0, 0, 0, 0.6], np.float32)
+    options = np.array([4, 2, moe.SOFTMAX, False, moe.NO_SHARED, *moe.ONE_GROUP], np.int64)
+    ids, weights = np.zeros(2, np.int32), np.zeros(3, np.float32)
+    moe.choose_experts(logits, correction, options, np.float32(1), ids, weights)
+    shares = np.exp(logits) / np.exp(logits).sum()
+    assert ids.tolist() == [0, 3], "by logits, the last expert would be the third choice"
+    np.testing.assert_allclose(weights[:2], shares[[0, 3]], rtol=1e-6)

@@ -11,12 +11,13 @@ import torch
 
 from ngramspec.backends.cuda import expert_kernels
 from ngramspec.backends.cuda.expert_kernels import PairProduct, choose, find_dependence, sort_pairs, sum_experts
+from ngramspec.backends.cuda.expert_layer import read_correction
 from ngramspec.backends.cuda.row_invariant_linear import list_tiles
-from ngramspec.models.expert_routing import RouterOptions, find_router_options
+from ngramspec.models.expert_routing import RouterOptions, find_router_options, locate_router_parts
 
 ROUTERS = {
     "qwen3_moe": "mlp.gate", "mixtral": "mlp.gate", "glm4_moe": "mlp.gate", "gpt_oss": "mlp.router",
-    "granitemoe": "block_sparse_moe.router",
+    "granitemoe": "block_sparse_moe.router", "ernie4_5_moe": "mlp.gate", "hunyuan_v1_moe": "mlp.gate",
 }  # fmt: skip
 
 
@@ -27,17 +28,19 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("family", ROUTERS)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_routers_choose_as_transformers_modules(family: str, normalise: bool, device: str) -> None:
-    layer: Any = tiny.tiny_model(family, norm_topk_prob=normalise).base_model.layers[-1]
+    sizes = {"num_experts": 8, "moe_topk": 3, "head_dim": 16} if family == "hunyuan_v1_moe" else {}
+    layer: Any = tiny.tiny_model(family, norm_topk_prob=normalise, **sizes).base_model.layers[-1]
     router = layer.get_submodule(ROUTERS[family])
     options = find_router_options(router)
     assert options is not None
-    assert options.normalise == (normalise or family in ("mixtral", "gpt_oss", "granitemoe"))
+    assert options.normalise == (normalise or family not in ("qwen3_moe", "glm4_moe"))
     for parameter in router.parameters():
         parameter.data = random(*parameter.shape, seed=3)
-    correction = None
     if "e_score_correction_bias" in router._buffers:
-        correction = router.e_score_correction_bias = 0.3 * random(options.n_experts)
-    logits, expected, chosen = router(random(9, router.weight.shape[1]))
+        router.e_score_correction_bias = 0.3 * random(options.n_experts)
+    correction, parts = read_correction(router), locate_router_parts(router)
+    assert parts is not None
+    logits, expected, chosen = router(random(9, router.get_parameter(parts.weight).shape[1]))
     on_device = None if correction is None else correction.to(device)
     ids, weights = choose(logits.float()[None].contiguous().to(device), None, on_device, options)
     order = slice(None) if correction is None else ids.long().cpu().argsort(1)
