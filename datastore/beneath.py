@@ -113,10 +113,11 @@ class ConfinedFolder:
         except OSError as error:
             return [error] * len(names)
         found: list[os.stat_result | OSError] = []
-        is_doubtful = len(self._names) >= MAX_DEPTH or _MAYBE_OUTSIDE.search("\n".join(("", *names, ""))) is not None
+        is_long = len(self._names) >= MAX_DEPTH or 4 * (len(folder) + 1 + max(map(len, names), default=0)) > MAX_PATH
+        is_doubtful = is_long or _MAYBE_OUTSIDE.search("\n".join(("", *names, ""))) is not None
         for name in names:
             try:
-                if is_doubtful or 4 * (len(folder) + 1 + len(name)) > MAX_PATH:
+                if is_doubtful:
                     split_path(f"{folder}/{name}" if folder else name, in_git=self._in_git)  # says what is wrong with it
                 found.append(_lstat_in(parent, name))
             except OSError as error:

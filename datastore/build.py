@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from . import corpus, segment_writer
@@ -131,12 +132,16 @@ def make_settings(
 ) -> SegmentSettings:
     """Return the settings of a store's segments. `max_memory`: bytes, None for half of what is free."""
     if router and vectors is None:
-        from .similar_files import embed_segment  # here: a build without a router need not wait for the compiler's import
-
-        vectors = embed_segment
+        vectors = _embed_segment
     width = choose_token_dtype(vocab_size).itemsize
     max_tokens = segment_writer.compute_max_tokens(max_memory or measure_free_memory() // 2, width)
     return SegmentSettings(vocab_size, fingerprint, vectors, max_tokens)
+
+
+def _embed_segment(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    from .similar_files import embed_segment  # here: what writes no segment need not wait for the compiler's import
+
+    return embed_segment(tokens, starts)
 
 
 def read_files(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import operator
 import os
 import stat
 import time
@@ -159,7 +160,7 @@ def walk_corpus(sources: Iterable[CorpusSource], options: CorpusOptions, skipped
 def find_files(sources: Iterable[CorpusSource], options: CorpusOptions, skipped: Skipped, omit: str | None = None) -> list[FoundFile]:
     """Return the files of all sources, sorted by path within each, none twice. `omit`: a folder that is not entered (the store itself)."""
     rules = _NameRules(options)
-    found: dict[str, FoundFile] = {}
+    found: list[list[FoundFile]] = []
     for source in sources:
         if os.path.realpath(source.path) != source.path:
             raise CorpusError(f"the corpus {source.label!r} is gone: a link is where {source.path} was; build anew from where it leads")
@@ -169,10 +170,20 @@ def find_files(sources: Iterable[CorpusSource], options: CorpusOptions, skipped:
             else:
                 folders = iter([("", [Path(source.path).name], False)])
             of_source = [file for each in folders for file in _check_files(source, tree, *each, rules, skipped)]
-        for file in sorted(of_source, key=lambda file: file.beneath):
-            found.setdefault(file.path, file)
+        of_source.sort(key=operator.attrgetter("beneath"))
+        found.append(of_source)
+    is_one = len(found) == 1 and len({file.name for file in found[0]}) == len(found[0])
+    return found[0] if is_one else _join_sources(found)
+
+
+def _join_sources(found: Iterable[Iterable[FoundFile]]) -> list[FoundFile]:
+    """Return the files of sources, each once. Of those that are called the same, all but the first are named by their whole paths."""
+    by_path: dict[str, FoundFile] = {}
+    for of_source in found:
+        for file in of_source:
+            by_path.setdefault(file.path, file)
     files: dict[str, FoundFile] = {}
-    for file in found.values():  # sources named in different folders may be called the same
+    for file in by_path.values():
         if file.name in files:
             file = file._replace(name=to_encodable(file.path))
         files[file.name] = file

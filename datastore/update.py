@@ -302,12 +302,19 @@ def _select_changed(
 
     `members`: files that hold many documents are read again, for other members may be wanted now. `anew`: all files are.
     """
+    alone: dict[str, StoredDocument] = {}  # by path; nearly all are the only document of their file
     by_file: dict[str, list[StoredDocument]] = {}
     for document in known:
-        by_file.setdefault(get_container_path(document.path), []).append(document)
-    to_read = []
+        path = document.path
+        if (container := get_container_path(path)) is path and path not in alone:
+            alone[path] = document
+        else:
+            by_file.setdefault(container, []).append(document)
+    to_read: list[ChangedFile] = []
     for file in found:
-        documents = by_file.pop(file.name, [])
+        first, documents = alone.pop(file.name, None), by_file.pop(file.name, None) or []
+        if first is not None:
+            documents.append(first)
         is_changed = not documents or anew or (members and file.kind is not None)
         if is_changed or any([d.mtime_ns != file.mtime_ns or d.size != file.size for d in documents]):  # noqa: C419 - half the time
             to_read.append((file, documents))
@@ -315,6 +322,7 @@ def _select_changed(
             changes.unchanged += len(documents)
             for document in documents:
                 changes.live.add(document.hash)
+    changes.tombstones.update(document.key for document in alone.values())
     changes.tombstones.update(document.key for documents in by_file.values() for document in documents)
     return to_read
 
@@ -322,14 +330,14 @@ def _select_changed(
 def _drop_left_out(to_read: Sequence[ChangedFile], left_out: dict[str, str], changes: _Changes, recorder: Recorder) -> list[ChangedFile]:
     """Return the files that were not left out as they are now, and record that the others are again. The document whose text a duplicate
     has must be live and its file unchanged."""
-    kept, live = [], {content.hex() for content in changes.live}
+    kept = []
     for file, documents in to_read:
         key = corpus.make_left_out_key(file.name, file.size, file.mtime_ns)
         twin = f"{corpus.TWIN}{key}"
         if file.kind is None and key in left_out:
             recorder.left_out[key] = left_out[key]
             corpus.add_left_out(recorder.skipped, left_out[key])
-        elif file.kind is None and left_out.get(twin) in live:
+        elif file.kind is None and _is_live(left_out.get(twin, ""), changes):
             recorder.left_out[twin] = left_out[twin]
             recorder.skipped.add(corpus.file_filters.DUPLICATE)
         else:
@@ -337,6 +345,13 @@ def _drop_left_out(to_read: Sequence[ChangedFile], left_out: dict[str, str], cha
             continue
         changes.tombstones.update(document.key for document in documents)
     return kept
+
+
+def _is_live(content: str, changes: _Changes) -> bool:
+    try:
+        return bytes.fromhex(content) in changes.live
+    except ValueError:
+        return False
 
 
 def _read_new_documents(
