@@ -204,7 +204,10 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "smollm3": ("smollm3", _LLAMA, {}, False),
     "granite": ("granite", _LLAMA, _GRANITE, False),
     "seed_oss": ("seed_oss", _norms("attn_norm", "post_attention_norm") | _SPLIT | _QKV_BIAS | _OUT | _GATED, _WIDE, True),
-    "glm4": ("glm4", _PRE | _POST | _SPLIT | _QKV_BIAS | _OUT | _FUSED, {"rope.dimension_count": HEAD_DIM // 2}, True),
+    **{
+        f"glm4{name}": ("glm4", _PRE | _POST | _SPLIT | _QKV_BIAS | _OUT | _FUSED, {"rope.dimension_count": HEAD_DIM // 2} | sections, True)
+        for name, sections in (("", {}), (", halves", {"rope.dimension_sections": [2, 1, 1, 0]}))
+    },
     **{
         f"glm4moe{name}": (
             "glm4moe", _norms("attn_norm", "post_attention_norm") | _SPLIT | _QKV_BIAS | norms | _OUT | _GATED | _BESIDE | _CORRECTION,
@@ -287,6 +290,7 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "starcoder2": ("starcoder2", _PRE | _SPLIT | _QKV_BIAS | _OUT | _PLAIN | _STAR_BIAS, _LAYER_NORM, False),
     "qwen2": ("qwen2", _LLAMA | _QKV_BIAS, {}, False),
     "qwen2, yarn": ("qwen2", _LLAMA | _QKV_BIAS, _YARN, True),
+    "qwen2, yarn, factor": ("qwen2", _LLAMA | _QKV_BIAS, _YARN | {"rope.scaling.attn_factor": 1.3}, True),
     "qwen3": ("qwen3", _LLAMA | _HEAD_NORMS, _WIDE, True),
     "mixtral": ("llama", _ATTENTION | _EXPERTS, _CHOICE | _NARROW, True),
     "granitemoe": ("granitemoe", _ATTENTION | _EXPERTS, _CHOICE | _NARROW | _GRANITE, False),
@@ -402,7 +406,7 @@ def write(path: Path, case: str) -> Path:
         whole["output_norm.bias"] = (HIDDEN,)
     if architecture == "gemma4":
         whole["rope_freqs.weight"] = (_WIDER // 2,)
-    if "rope.scaling.attn_factor" in keys:
+    if architecture == "phi3" and "rope.scaling.attn_factor" in keys:
         whole |= {f"rope_factors_{length}.weight": (keys["rope.dimension_count"] // 2,) for length in ("long", "short")}
     if "inp_gate.weight" in layer:
         whole |= {

@@ -34,7 +34,8 @@ class Architecture:
     """Modules outside of layers by the stems of tensors."""
     prefix: str = "model.layers"
     rules: Mapping[str, str] = field(default_factory=dict)
-    """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side; "in turns": see `TensorUse`."""
+    """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side; "halved": they have not, if the config
+    says so, though transformers has; "in turns": see `TensorUse`."""
     divided: Mapping[str, str] = field(default_factory=dict)
     """Projections of Qwen3-Next by the stems of tensors: see `qwen3_next.list_parts`."""
     head: Mapping[str, str] = field(default_factory=dict)
@@ -214,7 +215,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         | _ATTENTION
         | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
-        configure=configs.read_partial,
+        rules=dict.fromkeys(_PAIRS, "halved"),
+        configure=configs.read_glm4,
     ),
     "glm4moe": Architecture(
         model_type="glm4_moe",

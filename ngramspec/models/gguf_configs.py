@@ -8,9 +8,7 @@ differs from that. Whatever the model cannot have is refused by key and value. K
 from __future__ import annotations
 
 from ngramspec.models.gguf_expert_keys import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, Config, read_experts, read_grouped_experts
-from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, SLIDING, GgufMetadata
-
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE's frequencies
+from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, LONG_FACTORS, SHORT_FACTORS, SLIDING, GgufMetadata
 
 
 def read_common(metadata: GgufMetadata, config: Config) -> Config:
@@ -27,6 +25,13 @@ def read_window(metadata: GgufMetadata, default: int | None = None) -> int:
     if (window := metadata.get_int("attention.sliding_window", default)) < 1:
         raise metadata.make_refusal("attention.sliding_window", window, "1 and more")
     return window
+
+
+def refuse_other_base(metadata: GgufMetadata) -> None:
+    """Refuse a file whose layers with windows have other angles. Raises UnsupportedModelError."""
+    base = metadata.get_float("rope.freq_base", FREQ_BASE)
+    if (of_windows := metadata.get_float("rope.freq_base_swa", base)) != base:
+        raise metadata.make_refusal("rope.freq_base_swa", of_windows, str(base))
 
 
 def read_llama(metadata: GgufMetadata, config: Config) -> Config:
@@ -77,6 +82,13 @@ def read_partial(metadata: GgufMetadata, config: Config) -> Config:
     return found | {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias")}
 
 
+def read_glm4(metadata: GgufMetadata, config: Config) -> Config:
+    """Read GLM-4's config. Files of models that also read images (GLM-4.1V, GLM-4.6V-Flash) have the rows of turned pairs in two halves."""
+    turned = metadata.get_int("rope.dimension_count", config["head_dim"])
+    halved = {"halved_rows": turned} if metadata.has_key("rope.dimension_sections") else {}
+    return read_partial(metadata, config) | halved
+
+
 def read_phi3(metadata: GgufMetadata, config: Config) -> Config:
     """Read Phi-3's config. Its sliding window is left out, as in llama.cpp."""
     found = read_partial(metadata, config)
@@ -93,10 +105,13 @@ def read_phi3(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_olmo2(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of OLMo 2 or 3. The file states YaRN's whole factor of cosines and sines, which llama.cpp applies twice."""
     found = read_llama(metadata, config)
+    if found["rope_parameters"]["rope_type"] == "yarn" and metadata.has_key("rope.scaling.attn_factor"):
+        found["rope_parameters"]["attention_factor"] = metadata.get_float("rope.scaling.attn_factor")
     if window := metadata.get_int("attention.sliding_window", 0):
-        local = metadata.get_rope("rope.freq_base_swa" if metadata.has_key("rope.freq_base_swa") else "rope.freq_base", scaled=False)
-        rope = {FULL: found["rope_parameters"], SLIDING: local}
+        refuse_other_base(metadata)
+        rope = {FULL: found["rope_parameters"], SLIDING: metadata.get_rope(scaled=False)}
         found |= {"model_type": "olmo3", "sliding_window": window, "layer_types": metadata.get_layer_types(4), "rope_parameters": rope}
     return found
 
@@ -184,9 +199,12 @@ def read_granitemoe(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
-    return read_qwen(metadata, config) | read_experts(metadata, normalise=False) | {
-        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length"),
+    """Read Qwen2-MoE's config; older files state the size of the shared expert alone, which is that of the others together."""
+    found, experts = read_qwen(metadata, config), read_experts(metadata, normalise=False)
+    inner, n_chosen = found["intermediate_size"], experts["num_experts_per_tok"]
+    return found | experts | {
+        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length", inner // n_chosen),
+        "shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length", inner),
         "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_only_layers": [], "decoder_sparse_step": 1,
     }  # fmt: skip
 
@@ -198,9 +216,7 @@ def read_qwen3moe(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_gpt_oss(metadata: GgufMetadata, config: Config) -> Config:
-    base, of_windows = (metadata.get_float(f"rope.freq_base{end}", FREQ_BASE) for end in ("", "_swa"))
-    if metadata.has_key("rope.freq_base_swa") and of_windows != base:
-        raise metadata.make_refusal("rope.freq_base_swa", of_windows, str(base))
+    refuse_other_base(metadata)
     experts = read_experts(metadata, normalise=True, scoring=SOFTMAX_OF_CHOSEN)
     return read_llama(metadata, config) | {
         "intermediate_size": metadata.get_same("expert_feed_forward_length"),
@@ -214,6 +230,7 @@ def read_gemma(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_gemma2(metadata: GgufMetadata, config: Config) -> Config:
+    refuse_other_base(metadata)
     is_27b = metadata.n_layers == 46  # as llama.cpp tells it
     return read_gemma(metadata, config) | {
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],

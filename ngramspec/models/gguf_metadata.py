@@ -18,6 +18,7 @@ from ngramspec.models.tensor_source import FileTensor, WeightFile
 # Most values of an array that is no vocabulary: such arrays have one value per layer.
 LONGEST = 4096
 SLIDING, FULL, LINEAR, CONV = "sliding_attention", "full_attention", "linear_attention", "conv"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE's frequencies
 FREQ_BASE = 10000.0  # llama.cpp's default of rope.freq_base
 
 
@@ -117,18 +118,20 @@ class GgufMetadata:
         kind = self.get_text("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
             raise self.make_refusal("rope.scaling.type", kind, "none, linear, yarn")
+        attention_factor = self.get_float("rope.scaling.attn_factor", 1.0)
         if not scaled or kind == "none" or factor in (0.0, 1.0):
-            return rope
-        rope |= {"rope_type": kind, "factor": factor}
+            kind = "none"
+        else:
+            rope |= {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             rope["original_max_position_embeddings"] = self.get_int("rope.scaling.original_context_length", self.get_int("context_length"))
             rope["beta_fast"] = self.get_float("rope.scaling.yarn_beta_fast", 32.0)
             rope["beta_slow"] = self.get_float("rope.scaling.yarn_beta_slow", 1.0)
-            if self.has_key("rope.scaling.yarn_attn_factor") or self.has_key("rope.scaling.attn_factor"):
-                factor_key = (
-                    "rope.scaling.yarn_attn_factor" if self.has_key("rope.scaling.yarn_attn_factor") else "rope.scaling.attn_factor"
-                )
-                rope["attention_factor"] = self.get_float(factor_key)
+            if self.has_key("rope.scaling.yarn_attn_factor") or attention_factor != 1:
+                usual = 1 + 0.1 * math.log(max(factor, 1.0))
+                rope["attention_factor"] = attention_factor * self.get_float("rope.scaling.yarn_attn_factor", usual)
+        elif scaled and attention_factor != 1 and not self.has_tensor(LONG_FACTORS):
+            raise self.make_refusal("rope.scaling.attn_factor", attention_factor, "1 without YaRN")
         return rope
 
     def get_token_id(self, name: str, n_tokens: int) -> int | None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from ngramspec.models import gguf_configs as configs
 from ngramspec.models import qwen3_next
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_architectures import Architecture, get_architecture
 from ngramspec.models.gguf_configs import Config
-from ngramspec.models.gguf_metadata import GgufMetadata
+from ngramspec.models.gguf_metadata import LONG_FACTORS, SHORT_FACTORS, GgufMetadata
 from ngramspec.models.head_parameters import HEAD, HEAD_LAYER
 from ngramspec.models.latent_weights import BOTH, KEYS, VALUES
 from ngramspec.models.tensor_source import KINDS, RowParts
@@ -29,8 +28,8 @@ class TensorUse(NamedTuple):
 
     tensor: str
     rule: str = "same"
-    """One of `start_cache.RULES`, "interleaved", "repeated", "divided", "joined": the rows of `other` follow, "in turns": outputs of
-    `tensor` and `other` alternate, "joined heads", "head keys" or "head values": see `latent_weights`."""
+    """One of `start_cache.RULES`, "interleaved", "halved", "repeated", "divided", "joined": the rows of `other` follow, "in turns":
+    outputs of `tensor` and `other` alternate, "joined heads", "head keys" or "head values": see `latent_weights`."""
     heads: int = 0
     """Heads of an interleaving rule or of latent attention, value heads per key head where those of keys are repeated, or groups of rows
     that are divided."""
@@ -41,7 +40,7 @@ class TensorUse(NamedTuple):
     other: str = ""
     """Another tensor, whose rows follow, of experts in every expert."""
     parts: RowParts = ()
-    """Rows of each group that a divided tensor has for the parameter, or of each head for its keys."""
+    """Rows of each group that a divided tensor has for the parameter, or of each head for its keys, or those that are halved."""
 
 
 _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<kind>weight|bias|scale))?")
@@ -121,11 +120,14 @@ def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str
     rule = row.rules.get(stem, "same")
     if rule == "transposed" and kind == "bias":
         rule = "same"
-    heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"] if rule == "interleaved" else 0
+    n_halved = config.get("halved_rows", 0)
+    if rule == "halved" and not n_halved:
+        rule = "same"
+    heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"] if rule in ("interleaved", "halved") else 0
     if rule == "repeated":
         heads = config["linear_key_repeats"]
         rule = rule if heads > 1 else "same"
-    return TensorUse(name, rule, heads, first, end)
+    return TensorUse(name, rule, heads, first, end, parts=((0, n_halved),) if rule == "halved" else ())
 
 
 def _split_fused(row: Architecture, config: Config, tensor: GgufTensor, layer: str, kind: str) -> dict[str, TensorUse]:
@@ -147,7 +149,7 @@ def list_idle_tensors(file: Gguf, config: Config) -> set[str]:
     layers = range(config["num_hidden_layers"] - n_shared, config["num_hidden_layers"]) if n_shared else range(0)
     names = {f"blk.{i}.{stem}.weight" for i in layers for stem in ("attn_k", "attn_v", "attn_k_norm")}
     if (config.get("rope_parameters") or {}).get("rope_type") == "longrope":
-        names |= {configs.LONG_FACTORS, configs.SHORT_FACTORS}
+        names |= {LONG_FACTORS, SHORT_FACTORS}
     return names & file.tensors.keys()
 
 

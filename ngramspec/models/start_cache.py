@@ -54,7 +54,7 @@ from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 7  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 8  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
@@ -358,10 +358,11 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
         raise UnsupportedModelError(
             f"{file.path}: config and weights disagree: {use.tensor} is {list(there)} in the file and {list(shape)} by the config"
         )
-    if rule == "interleaved" and len(shape) == 2:
-        return FileTensor(kind=plain.kind, shape=shape, file=plain.file, offset=plain.offset, interleaved=use.heads)
-    if rule == "interleaved":
-        order = interleaved_rows(np.arange(shape[0]), shape[0], use.heads)
+    if rule in ("interleaved", "halved"):
+        n_halved = use.parts[0][1] if rule == "halved" else 0
+        if len(shape) == 2:
+            return replace(plain, shape=shape, interleaved=use.heads, n_halved=n_halved)
+        order = interleaved_rows(np.arange(shape[0]), shape[0], use.heads, n_halved)
         return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=lambda x: x[order])
     if rule == "transposed" and len(shape) == 3:
         return transpose_experts(plain)

@@ -87,12 +87,14 @@ class FileTensor(StoredTensor):
     """Bytes before its first byte."""
     interleaved: int = 0
     """Heads whose rows GGUF's llama stores as pairs (0, d/2), (1, d/2 + 1), … but transformers has as 0, 1, …; 0: rows are in order."""
+    n_halved: int = 0
+    """If there is a number, it is the other way round, for this many first rows of every head: the file has 0, 2, … and then 1, 3, …"""
 
     def rows(self, first: int, end: int) -> np.ndarray:
         assert 0 <= first <= end <= self.n_rows
         if not self.interleaved or first == end:
             return self._read(first, end)
-        order = interleaved_rows(np.arange(first, end), self.n_rows, self.interleaved)
+        order = interleaved_rows(np.arange(first, end), self.n_rows, self.interleaved, self.n_halved)
         lowest = int(order.min())
         return self._read(lowest, int(order.max()) + 1)[order - lowest]
 
@@ -246,10 +248,14 @@ def dequantise(kind: str, rows: np.ndarray) -> np.ndarray:
     return quants.dequantize(rows, GGMLQuantizationType[kind])
 
 
-def interleaved_rows(rows: np.ndarray, n_rows: int, n_heads: int) -> np.ndarray:
-    """Return where rows of a query or key projection lie in llama's GGUF (`permute` of llama.cpp's conversion, reversed)."""
-    half = n_rows // n_heads // 2
-    head, row = np.divmod(rows, 2 * half)
+def interleaved_rows(rows: np.ndarray, n_rows: int, n_heads: int, n_halved: int = 0) -> np.ndarray:
+    """Return where rows of a query or key projection lie in llama's GGUF (`permute` of llama.cpp's conversion, reversed); with `n_halved`
+    where they lie if the file has even ones before odd ones among the first of every head.
+    """
+    head, row = np.divmod(rows, n_rows // n_heads)
+    half = (n_halved or n_rows // n_heads) // 2
+    if n_halved:
+        return rows - row + np.where(row < n_halved, row % 2 * half + row // 2, row)
     return head * 2 * half + row % half * 2 + row // half
 
 
