@@ -125,7 +125,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 def read_file(file: Path | None, what: str) -> str:
     """Return the text of a file, or of standard input. `what` it is called in errors. Raises BadInputError."""
     try:
-        return (file.read_bytes() if file is not None else sys.stdin.buffer.read()).decode()
+        return (file.read_bytes() if file is not None else sys.stdin.buffer.read()).decode("utf-8-sig")
     except OSError as error:
         raise BadInputError(f"{what} cannot be read from {file or 'standard input'}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

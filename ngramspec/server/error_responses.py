@@ -252,8 +252,8 @@ def make_validation_error(errors: Sequence[Any]) -> ApiError:
     """
     told = []
     for error in errors[:_SHOWN]:
-        name = _name_location(error.get("loc", ()))
-        told.append(f"{name}: {error['msg']}" if name else str(error["msg"]))
+        name = _name_location(error.get("loc", ())) or "the body"
+        told.append(f"{name}: {_PLAIN.get(error.get('type'), error['msg'])}")
     if len(errors) > _SHOWN:
         told.append(f"and {len(errors) - _SHOWN} more")
     first = _name_location(errors[0].get("loc", ())) if errors else ""
@@ -273,5 +273,13 @@ def _name_location(location: Sequence[str | int]) -> str:
             break
     return name
 
+
+_PLAIN = {  # what pydantic says in its own terms, by the type of its error
+    "missing": "is missing",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+    "dict_attributes_type": "must be an object",
+}
 
 _BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none"}

@@ -6,6 +6,7 @@ or are refused; responses get a name, security headers and one line in the log. 
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 import secrets
@@ -248,6 +249,7 @@ def _too_long(limit: int) -> ApiError:
 
 def parse_body(scope: Scope, body: bytes, limits: Limits) -> Any:
     """Parse JSON without NaN, infinities or deep nesting; an empty body is None. Raises ApiError 400, 415."""
+    body = body.removeprefix(codecs.BOM_UTF8)  # which editors and shells of Windows write
     if not body:
         return None
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")

@@ -96,7 +96,7 @@ def _key(text: str) -> dict[str, str]:
 
 def read_keys(path: Path) -> list[Key]:
     """The keys in a file: a JSON list of `Key`s, or a line `key` or `name:key` each; # begins a comment. Raises OSError, ValueError."""
-    text = path.read_text("utf-8")
+    text = path.read_text("utf-8-sig")  # without the mark of bytes' order that editors of Windows write
     if not text.lstrip().startswith("["):
         text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     keys = [Key.model_validate(each) for each in _keys(text)]
@@ -112,7 +112,7 @@ def _read_template(value: Any) -> Any:
     if str(value) in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[str(value)]
     try:
-        return Path(value).expanduser().read_text("utf-8")
+        return Path(value).expanduser().read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(NAMED_TEMPLATES)
         raise ValueError(f"is neither Jinja, nor a file that can be read ({error}), nor one of {names}") from None

@@ -319,7 +319,8 @@ def test_a_form_is_given_as_text_or_file(
     engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, text: str, expected: Grammar
 ) -> None:
     (tmp_path / "form").write_text(text)
-    for given in (text, tmp_path / "form"):
+    (tmp_path / "marked").write_text(text, "utf-8-sig")
+    for given in (text, tmp_path / "form", tmp_path / "marked"):
         assert run(monkeypatch, "complete", "x", option, given) == 0
         assert engine.made["params"].grammar == expected
 

@@ -320,7 +320,19 @@ def test_bodies_that_are_no_request(client: httpx.Client, path: str) -> None:
     method, _, target = path.rpartition(" ")
     good = json.dumps(ROUTES[path][1]) if path in ROUTES else '{"path": "/nowhere"}'
     for body in (
-        *(b"", b" ", b"null", b"[]", b"1", b'"text"', b"{", good.encode()[:-1], good.encode() + b"x", b"\xef\xbb\xbf" + good.encode()),
+        *(
+            b"",
+            b" ",
+            b"null",
+            b"[]",
+            b"1",
+            b'"text"',
+            b"{",
+            good.encode()[:-1],
+            good.encode() + b"x",
+            b"\xef\xbb\xbf",
+            b"\xff" + good.encode(),
+        ),
         *(
             good.encode("utf-16"),
             good.encode("utf-16-le"),

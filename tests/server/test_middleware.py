@@ -93,6 +93,17 @@ def test_what_is_not_json_or_too_much_of_it(client: httpx.Client, body: bytes) -
     refused(post(client, body), 400)
 
 
+def test_a_mark_of_byte_order_is_no_part_of_the_json(client: httpx.Client) -> None:
+    """Editors and shells of Windows write it; vLLM and llama.cpp read past it."""
+    assert post(client, b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}').status_code == 200
+
+
+def test_refusals_name_what_is_missing_or_of_another_kind(client: httpx.Client) -> None:
+    assert refused(post(client, b""), 400) == "the body: is missing"
+    assert refused(post(client, b"[1]"), 400) == "the body: must be an object"
+    assert refused(post(client, b'{"prompt": "a", "stream_options": 5}'), 400) == "stream_options: must be an object"
+
+
 def test_nul_is_text(client: httpx.Client) -> None:
     assert post(client, b'{"prompt": "a\\u0000b", "max_tokens": 1, "stop": ["\\u0000"], "user": "\\u0000"}').status_code == 200
 

@@ -231,3 +231,12 @@ def test_lines_of_the_log(log_format: str) -> None:
         assert "RuntimeError: two\nlines" in failed["message"]
     else:
         assert "INFO ngramspec.server: it is served" in text
+
+
+def test_files_may_begin_with_a_mark_of_byte_order(tmp_path: Path) -> None:
+    file = tmp_path / "given"
+    for text in ("secret-key", '[{"name": "ci", "key": "secret-key"}]'):
+        file.write_text(text, "utf-8-sig")
+        assert [key.key.get_secret_value() for key in read_keys(file)] == ["secret-key"]
+    file.write_text("{{ messages }}", "utf-8-sig")
+    assert ServerSettings(chat_template=str(file)).chat_template == "{{ messages }}"
