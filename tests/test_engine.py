@@ -335,6 +335,7 @@ def test_closing() -> None:
         running.result(timeout=30)
     with pytest.raises(EngineClosedError):
         engine.complete([1, 2, 3])
+    assert engine.status().waiting == 0
 
 
 def test_no_tokenizer() -> None:
@@ -403,6 +404,29 @@ def test_what_is_no_hint_is_a_typed_error(rig: tuple[Engine, Perfect], hints: di
 def test_params_of_another_kind_are_a_typed_error(rig: tuple[Engine, Perfect]) -> None:
     with pytest.raises(InvalidInputError, match="SamplingParams"):
         rig[0].complete(PROMPT, {"max_tokens": 5})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("model", [None, 5, b"m.gguf", ["m.gguf"]])
+def test_what_is_no_model_is_a_typed_error(model: Any) -> None:
+    with pytest.raises(InvalidInputError, match="model must be"):
+        Engine(model)
+
+
+def test_a_text_is_no_list_of_token_ids(rig: tuple[Engine, Perfect]) -> None:
+    with pytest.raises(InvalidInputError, match="token ids, got 'text'"):
+        rig[0].detokenize("text")  # type: ignore[arg-type]
+
+
+def test_threads_that_share_a_stream_all_end(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
+    stream = rig[0].stream(PROMPT, LONG, speculation=False)
+    got: list[Delta] = []
+    threads = [threading.Thread(target=lambda: got.extend(stream), daemon=True) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    assert not any(each.is_alive() for each in threads)
+    assert sorted(token for delta in got for token in delta.token_ids) == sorted(truth)
 
 
 def _idle(engine: Engine) -> bool:

@@ -94,6 +94,8 @@ class Engine:
         if unknown := [name for name in options if name not in options_of(EngineConfig)]:
             raise TypeError(explain_options(unknown, [*options_of(EngineConfig), "tokenizer", "datastore", "drafters"]))
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        if not isinstance(model, str) and not hasattr(model, "state_dict"):
+            raise InvalidInputError(f"model must be a folder, a GGUF file, a hub name or a loaded model of transformers, got {model!r:.80}")
         self.config = config = config or EngineConfig(**options)
         stores = {name: open_store(store) for name, store in name_datastores(datastore).items()}
         if alone is not None and (drafters or stores):
@@ -296,7 +298,7 @@ class Engine:
 
         Closing or dropping the iterator cancels the request.
         """
-        pieces: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
+        pieces: queue.SimpleQueue[Delta | Exception | None] = queue.SimpleQueue()
         return Stream(self.submit(prompt, params, deliver=pieces.put, **options), pieces)
 
     async def astream(
@@ -705,7 +707,9 @@ class Engine:
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids, with control tokens as text or without them. Raises InvalidInputError, TokenizerError."""
-        checked = self._encoding.encode(ids if not isinstance(ids, str) else (), "list of token ids")
+        if isinstance(ids, str):
+            raise InvalidInputError(f"ids must be a flat list of token ids, got {ids!r:.80}")
+        checked = self._encoding.encode(ids, "list of token ids")
         return str(self._encoding.get_backend("detokenize").decode(checked.tolist(), skip_special_tokens=skip_special_tokens))
 
     def compile_grammar(self, grammar: Grammar, *, tenant: str | None = "") -> Constraint:

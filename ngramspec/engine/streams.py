@@ -17,9 +17,13 @@ from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 
 
 class Stream(Iterator[Delta]):
-    """The pieces of one request. Closing it, dropping it or leaving its `with` block cancels what is not written yet."""
+    """The pieces of one request. Closing it, dropping it or leaving its `with` block cancels what is not written yet.
 
-    def __init__(self, request: Request, pieces: queue.SimpleQueue[Delta | Exception]) -> None:
+    Several threads may take pieces: each piece goes to one of them, and all of them end with the last one.
+    """
+
+    def __init__(self, request: Request, pieces: queue.SimpleQueue[Delta | Exception | None]) -> None:
+        """Make an iterator over what the request puts into `pieces`. This class adds None after the last one."""
         self._request, self._pieces, self._over = request, pieces, False
 
     def __next__(self) -> Delta:
@@ -31,7 +35,11 @@ class Stream(Iterator[Delta]):
         except BaseException:  # an interrupt
             self.close()
             raise
-        self._over = isinstance(piece, Exception) or piece.completion is not None
+        if piece is None or isinstance(piece, Exception) or piece.completion is not None:
+            self._over = True
+            self._pieces.put(None)  # another thread may wait for a piece
+        if piece is None:
+            raise StopIteration
         if isinstance(piece, Exception):
             raise piece
         return piece

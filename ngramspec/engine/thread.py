@@ -78,7 +78,9 @@ class StepThread:
             self._unfinished.add(request)
             self._n_arriving += len(request.seqs)
         if not self._post(lambda: self._add(request)):
-            self._unfinished.discard(request)
+            with self._wake:
+                self._unfinished.discard(request)
+                self._n_arriving -= len(request.seqs)
             raise EngineClosedError("the engine is closed")
 
     def cancel(self, request: Request) -> None:
