@@ -191,6 +191,13 @@ _NEXTN: Shapes = {
 _OF_IMAGES: dict[str, Any] = {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3}
 # By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
 CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
+    "afmoe": (
+        "afmoe", _ATTENTION | _POST | {"attn_gate.weight": (_Q, HIDDEN)} | _HEAD_NORMS | _GATED | _EXPERTS | _ONE_BESIDE | _CORRECTION,
+        _CHOICE | _WIDE | _SWA | {
+            "expert_feed_forward_length": _WIDTH, "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2,
+            "expert_weights_norm": True, "expert_weights_scale": 2.5,
+        }, True,
+    ),
     "llama": ("llama", _LLAMA, {}, True),
     "llama, biases, linear": (
         "llama",
@@ -440,7 +447,7 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
-    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe"):
+    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe", "afmoe"):
         others = _BESIDE | _CORRECTION if i < keys["leading_dense_block_count"] else _GATED
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
     if architecture.startswith("nemotron_h"):

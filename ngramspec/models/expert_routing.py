@@ -132,9 +132,10 @@ def _try_router(router: nn.Module, parts: RouterParts) -> tuple[torch.Tensor | N
         own = dict(router.named_parameters()) | dict(router.named_buffers())
         tensors[parts.correction] = correction.view(own[parts.correction].shape)
     found: Any = None
-    for added in (correction,) if parts.correction else (None, correction):
+    added = None
+    for rows, added in [(rows, added) for rows in (x, x[None]) for added in ((correction,) if parts.correction else (None, correction))]:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
-            found = functional_call(router, tensors, (x,) if parts.correction or added is None else (x, added))
+            found = functional_call(router, tensors, (rows,) if parts.correction or added is None else (rows, added))
             break
     if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, torch.Tensor) for each in found):
         return None, None

@@ -180,6 +180,16 @@ _GLM4_MOE = _NORMS | _ATTENTION | _HEAD_NORMS | _BIASED_EXPERTS
 _QWEN3_MOE = _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS
 _LFM2_WHOLE = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 ARCHITECTURES: dict[str, Architecture] = {
+    "afmoe": Architecture(
+        model_type="afmoe",
+        layer={"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+        | {"ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj"}
+        | _ATTENTION
+        | _HEAD_NORMS
+        | _BIASED_EXPERTS
+        | {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert"},
+        configure=configs.read_afmoe,
+    ),
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
     "bailingmoe2": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
     "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=configs.read_cohere2),

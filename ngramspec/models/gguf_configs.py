@@ -171,6 +171,20 @@ def read_minimax_m2(metadata: GgufMetadata, config: Config) -> Config:
     }  # fmt: skip
 
 
+def read_afmoe(metadata: GgufMetadata, config: Config) -> Config:
+    """Read AFMoE's config (Trinity). Its layers without windows have no rotary embedding; llama.cpp has one in four of them, by number."""
+    experts = read_grouped_experts(metadata, normalise=True, scoring=SIGMOID)
+    if (n_groups := experts.pop("n_group")) > 1:
+        raise metadata.make_refusal("expert_group_count", n_groups, "1")
+    return read_llama(metadata, config) | {
+        "num_experts": experts["n_routed_experts"], "num_experts_per_tok": experts["num_experts_per_tok"],
+        "num_shared_experts": experts["n_shared_experts"], "route_scale": experts["routed_scaling_factor"],
+        "moe_intermediate_size": experts["moe_intermediate_size"], "mup_enabled": True, "output_router_logits": False,
+        "num_dense_layers": metadata.get_int("leading_dense_block_count", 0), "sliding_window": read_window(metadata),
+        "layer_types": metadata.get_layer_types(4),
+    }  # fmt: skip
+
+
 def read_seed(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {"attention_out_bias": metadata.has_tensor("blk.0.attn_output.bias")}
 

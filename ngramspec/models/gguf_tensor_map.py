@@ -31,8 +31,8 @@ class TensorUse(NamedTuple):
     """One of `start_cache.RULES`, "interleaved", "halved", "repeated", "divided", "joined": the rows of `other` follow, "in turns":
     outputs of `tensor` and `other` alternate, "joined heads", "head keys" or "head values": see `latent_weights`."""
     heads: int = 0
-    """Heads of an interleaving rule or of latent attention, value heads per key head where those of keys are repeated, or groups of rows
-    that are divided."""
+    """Heads of an interleaving rule or of latent attention, value heads per key head where those of keys are repeated, groups of rows
+    that are divided, or heads of gates (`gated_heads`)."""
     first: int = 0
     """The first row that belongs to the parameter."""
     end: int = 0
@@ -98,6 +98,8 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
         use = _make_use(row, config, tensor.name, stem, kind)
         return {f"{path}_bias" if kind == "bias" else path: use._replace(other=other)}
     use = _make_use(row, config, tensor.name, stem, kind)
+    if path.endswith("self_attn.gate_proj"):
+        use = use._replace(heads=config["num_attention_heads"])
     if row.latent and kind == "weight" and stem in ("attn_k_b", "attn_kv_b"):
         return _map_heads(config, tensor.name, stem, path) | {f"{path}.{kind}": use}
     return {f"{path}.{kind}": use._replace(other=tensor.name.replace("gate", "up")) if use.rule == "joined" else use}

@@ -33,6 +33,7 @@ from filelock import FileLock, Timeout
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.expert_weights import join_experts, join_rows, transpose_experts
+from ngramspec.models.gated_heads import GATES, JOINED, join_gates
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_tensor_map import TensorUse
 from ngramspec.models.head_parameters import HEAD
@@ -286,9 +287,18 @@ def locate_head(file: Gguf, files: dict[Path, WeightFile], names: dict[str, Tens
 
 
 def locate_heads(file: Gguf, files: dict[Path, WeightFile], names: dict[str, TensorUse]) -> dict[str, StoredTensor]:
-    """Locate the matrices of single heads of latent attention, which are no parameters. Raises UnsupportedModelError."""
+    """Locate the matrices of heads that are no parameters: see `latent_weights`, `gated_heads`. Raises UnsupportedModelError."""
     ends = tuple(f".{part}.weight" for part in (KEYS, VALUES))
-    return {name: _locate_parameter(file, files, name, use) for name, use in names.items() if name.endswith(ends)}
+
+    def locate(name: str) -> StoredTensor:
+        return _locate_parameter(file, files, name, names[name])
+
+    gates = {name: name.replace(GATES, "q_proj") for name in names if name.endswith(f".{GATES}.weight") and names[name].heads}
+    joined = {
+        gate.replace(GATES, JOINED): join_gates(locate(queries), locate(gate), names[gate].heads)
+        for gate, queries in gates.items() if queries in names
+    }  # fmt: skip
+    return {name: locate(name) for name in names if name.endswith(ends)} | joined
 
 
 def _locate_parameter(file: Gguf, files: dict[Path, WeightFile], name: str, use: TensorUse) -> StoredTensor:

@@ -57,7 +57,9 @@ def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path)
     assert np.abs(mine[RECORD["rows"], : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
 
 
-@pytest.mark.parametrize("case", ["gpt-oss, mxfp4", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *MAMBA, *LATENT])
+@pytest.mark.parametrize(
+    "case", ["gpt-oss, mxfp4", "afmoe", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *MAMBA, *LATENT]
+)
 def test_drafts_batches_and_later_starts_change_no_token(case: str, tmp_path: Path) -> None:
     path = str(tiny_architectures.write(tmp_path / "model.gguf", case))
     prompts = [[5, 17, 88, 3, 42, 5, 17, 88], [9, 8], [7] * 40]

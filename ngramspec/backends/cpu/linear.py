@@ -58,6 +58,30 @@ class SharedLinear(nn.Module):
         return self.shared.get_part(self.index, x)
 
 
+class HeadQueries(SharedLinear):
+    """The layer of queries where the product has a gate [D] after every head's query [D]; `HeadGates` returns those of the same call."""
+
+    def __init__(self, shared: SharedProduct, index: int, head_dim: int) -> None:
+        super().__init__(shared, index)
+        self.head_dim, self.gates = head_dim, torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = super().forward(x).unflatten(-1, (-1, 2, self.head_dim))
+        self.gates = heads[..., 1, :].flatten(-2)
+        return heads[..., 0, :].flatten(-2)
+
+
+class HeadGates(nn.Module):
+    """The layer of gates beside `HeadQueries`, which is called before."""
+
+    def __init__(self, queries: HeadQueries) -> None:
+        super().__init__()
+        self._queries = [queries]  # no module of its own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._queries[0].gates
+
+
 class CpuPackedEmbedding(nn.Module):
     """An embedding that replaces `nn.Embedding`; `scale` multiplies the rows, as in models that scale their embedding."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter, find_router_options
-from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear, SharedProduct
+from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, HeadGates, HeadQueries, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, unpack_rows
 from ngramspec.backends.cpu.packing import pack
 from ngramspec.models.expert_routing import find_activation, locate_router_parts
 from ngramspec.models.expert_weights import ExpertWeights
+from ngramspec.models.gated_heads import JOINED, list_gated_attention
 from ngramspec.models.latent_weights import BOTH, KEYS, VALUES, join_arrays, list_latent_attention
 from ngramspec.models.parameters import MemoryTensor
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
@@ -68,6 +70,8 @@ class ModulePatcher:
         for path, attention in list_latent_attention(self.model):
             self._pack_heads(path, attention)
         replaced: set[nn.Module] = set()
+        for path, attention in list_gated_attention(self.model):
+            self._pack_gates(path, attention)
         for path, parent in list(self.model.named_modules()):
             if parent in replaced:
                 continue
@@ -101,6 +105,16 @@ class ModulePatcher:
             self.matrices[f"{path}.{name}"] = self._pack_matrix(self.source[f"{path}.{name}.weight"], None, transposed=False)
         keys, values = (self.matrices[f"{path}.{name}"] for name in (KEYS, VALUES))
         setattr(attention, BOTH, PackedHeads(self.context, keys, values, attention.num_heads))  # type: ignore[arg-type]
+
+    def _pack_gates(self, path: str, attention: Any) -> None:
+        """Pack the projections of an attention layer whose queries and gates are joined."""
+        joined = self._pack_matrix(self.source[f"{path}.{JOINED}.weight"], None, transposed=False)
+        self.matrices[f"{path}.{JOINED}"] = joined
+        keys, values = (self._get_matrix(f"{path}.{name}", getattr(attention, name)) for name in ("k_proj", "v_proj"))
+        shared = SharedProduct(CpuProduct(self.context, [joined, keys, values]))
+        attention.q_proj = HeadQueries(shared, 0, attention.head_dim)
+        attention.k_proj, attention.v_proj = SharedLinear(shared, 1), SharedLinear(shared, 2)
+        attention.gate_proj = HeadGates(attention.q_proj)
 
     def _pack_experts(self, path: str, module: nn.Module) -> PackedExperts | None:
         """Pack the experts of one layer; None if the module holds none, or computes something else."""

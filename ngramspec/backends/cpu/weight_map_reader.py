@@ -23,10 +23,11 @@ from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.latent_map import map_latent_layer, read_latent_options
 from ngramspec.backends.cpu.layer_weight_map import ExpertsMap, LayerWeightMap, MambaNames, MatrixName, RecurrentNames
-from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
+from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, HeadGates, SharedLinear
 from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, MambaOptions, ModelOptions, RecurrentOptions, ShortConvOptions
 from ngramspec.backends.cpu.varied_layers_reader import has_varied_heads, map_varied_layers, read_inputs
 from ngramspec.backends.cpu.weight_map import QueryScale, Rotary, WeightMap
+from ngramspec.models.gated_heads import JOINED
 from ngramspec.models.hf_modules import get_layer_norm
 from ngramspec.models.latent_weights import BOTH, list_latent_attention
 from ngramspec.models.tensor_source import TensorSource
@@ -37,6 +38,7 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
     (("input_layernorm", "post_attention_layernorm"), None),
     (("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")),
     (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
+    (("input_layernorm", "pre_mlp_layernorm"), ("post_attention_layernorm", "post_mlp_layernorm")),
     (("input_layernorm", "post_attention_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")),
     (("input_layernorm", "input_layernorm"), None),  # attention and MLP see the same
     (("operator_norm", "ffn_norm"), None),
@@ -196,10 +198,11 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     if any(np.float32(mixer.norm.variance_epsilon) != np.float32(norm.eps) for mixer in mixers):
         return None
     scale, softcap, residual_scale = alike.pop()
+    mup = config.hidden_size**0.5 if getattr(config, "mup_enabled", False) else 1  # AFMoE's
     return ModelOptions(
         n_heads=attentions[0].num_heads if latents else n_heads, head_dim=head_dim, eps=norm.eps, scale=scale,
         activation=activations.pop(), softcap=softcap, residual_scale=residual_scale,
-        embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", 1)),
+        embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", mup)),
         logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),
         n_rotated=n_rotated.pop() % head_dim,
         interleaved=bool(getattr(config, "rope_interleave", True)) if latents else _is_interleaved(model, rotaries, head_dim),
@@ -267,7 +270,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         window = None
     of_layer_norms = {f"{name}.{kind}" for name in of_norms for kind in ("weight", "bias")}
     of_layer_norms |= {f"self_attn.{name}.weight" for name in head_names} if centred else set()
-    if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks"} - of_layer_norms:
+    if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks", f"{mlp}.expert_bias"} - of_layer_norms:
         return None
     inside: list[MatrixName] | None = []
     if mixed is None or mixed.shared:
@@ -429,9 +432,11 @@ def _get_attention(layer: Any) -> Any:
 
 
 def _has_rotary(attn: Any) -> bool:
-    """Return whether an attention layer rotates its queries and keys: where others have windows, ExaOne 4's and Cohere 2's do not."""
+    """Return whether an attention layer rotates its queries and keys: where others have windows, those of ExaOne 4, Cohere 2
+    and AFMoE do not.
+    """
     is_global = getattr(attn, "sliding_window", None) is not None and not getattr(attn, "is_sliding", True)
-    if type(attn).__name__ == "Cohere2Attention":
+    if type(attn).__name__ in ("Cohere2Attention", "AfmoeAttention"):
         is_global = attn.sliding_window is None
     return bool(getattr(attn, "use_rope", True)) and not is_global
 
@@ -443,7 +448,8 @@ def _map_projections(parts: dict[str, nn.Module], path: str, names: _Names, mixe
     """
     separate = [parts.pop(f"{name}_proj", None) for name in "qkv"]
     if all(isinstance(p, SharedLinear) for p in separate):
-        return [names(f"{path}.{name}_proj") for name in "qkv"]
+        of_queries = JOINED if isinstance(parts.pop("gate_proj", None), HeadGates) else "q_proj"
+        return [names(f"{path}.{name}") for name in (of_queries, "k_proj", "v_proj")]
     joined = parts.pop("qkv_proj", None)
     if any(separate) or not isinstance(joined, CpuPackedLinear) or joined.out_features != mixed + 2 * kv:
         return None

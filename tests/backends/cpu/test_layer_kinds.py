@@ -97,6 +97,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2},
         [0, 1],
     ),
+    "afmoe": (
+        "afmoe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_shared_experts": 1, "sliding_window": tiny.WINDOW}
+        | {"head_dim": 16, "mup_enabled": True, "route_scale": 2.5},
+        [0, 1, 3],
+    ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 3, "head_dim": 16}, [0]),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16}, [0]),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}, [0]),
@@ -190,6 +196,7 @@ COMPILED = (
     "ernie4_5",
     "ernie4_5_moe",
     "hunyuan_v1_moe",
+    "afmoe",
     "minimax_m2",
     "hunyuan_v1_dense",
     "arcee",
