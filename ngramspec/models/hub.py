@@ -18,19 +18,21 @@ from ngramspec.errors import ModelNotFoundError
 Progress = Callable[[str], None]
 GGUF_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?::(?P<tag>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))", re.IGNORECASE)
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-\d{5}\.gguf", re.IGNORECASE)
+# Quantisations of which a repository's file is meant by a name without one, the first that is there; llama.cpp's begins alike.
+PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 # Words in names of files that are no language models by themselves: projectors of images and sound, importance matrices.
 _BESIDE = ("mmproj", "imatrix")
 
 
 class GgufName(NamedTuple):
-    """The name of a GGUF file in a repository: org/name:Q4_K_M or org/name/file.gguf."""
+    """The name of a GGUF file in a repository: org/name:Q4_K_M, org/name/file.gguf, or org/name for the `PREFERRED` one."""
 
     name: str
     tag: str | None
     file: str | None
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.tag}" if self.tag else f"{self.name}/{self.file}"
+        return f"{self.name}:{self.tag}" if self.tag else f"{self.name}/{self.file}" if self.file else self.name
 
 
 def parse_gguf_name(spec: str) -> GgufName | None:
@@ -46,17 +48,24 @@ def select_files(wanted: GgufName, files: list[str]) -> list[str]:
     for file in models:
         part = _PART.fullmatch(file)
         groups.setdefault(part["stem"] if part else file[: -len(".gguf")], []).append(file)
+
+    def find(quantisation: str) -> list[list[str]]:
+        tag = re.compile(rf"(?:.*[-._/])?{re.escape(quantisation)}", re.IGNORECASE)
+        return [group for stem, group in groups.items() if tag.fullmatch(stem)]
+
     if wanted.tag is not None:
-        tag = re.compile(rf"(?:.*[-._/])?{re.escape(wanted.tag)}", re.IGNORECASE)
-        chosen = [group for stem, group in groups.items() if tag.fullmatch(stem)]
-    else:
+        chosen = find(wanted.tag)
+    elif wanted.file is not None:
         chosen = [group for group in groups.values() if wanted.file in group]
+    else:
+        chosen = next(filter(None, map(find, PREFERRED)), list(groups.values()))[:1]
     if len(chosen) == 1:
         return chosen[0]
     if chosen:
         raise ModelNotFoundError(f"{str(wanted)!r} means several files; accepted: {', '.join(f'{wanted.name}/{g[0]}' for g in chosen)}")
+    asked = wanted.tag or wanted.file
     there = ", ".join(group[0] for group in groups.values()) or "none"
-    raise ModelNotFoundError(f"{wanted.name!r} has no GGUF file {wanted.tag or wanted.file!r}; its GGUF files: {there}")
+    raise ModelNotFoundError(f"{wanted.name!r} has no GGUF file{f' {asked!r}' if asked else ''}; its GGUF files: {there}")
 
 
 def list_files(wanted: GgufName) -> list[str]:

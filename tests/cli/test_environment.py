@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 
 from ngramspec.cli import hub_file
 from ngramspec.cli.common import BadInputError
 from ngramspec.cli.environment import check_names, read_environment
 from ngramspec.config import EngineConfig
+from ngramspec.errors import ModelNotFoundError
+from ngramspec.models import hub
 from ngramspec.options import Flag, Integer, Number, options_of
 from ngramspec.server.settings import ServerSettings
 
@@ -54,27 +58,46 @@ FILES = [
 
 @pytest.mark.parametrize(
     ("quant", "expected"),
-    [("", FILES[1:2]), ("Q4_K_M", FILES[1:2]), ("q8_0", FILES[2:4]), ("F16", FILES[4:5])],
+    [(None, FILES[1:2]), ("Q4_K_M", FILES[1:2]), ("q8_0", FILES[2:4]), ("F16", FILES[4:5])],
 )
-def test_a_file_is_chosen_by_its_quantisation(quant: str, expected: list[str]) -> None:
-    assert hub_file.choose_files(FILES, quant, "org/name") == expected
+def test_a_file_is_chosen_by_its_quantisation(quant: str | None, expected: list[str]) -> None:
+    assert hub.select_files(hub.GgufName("org/name", quant, None), FILES) == expected
 
 
-def test_what_is_not_there_is_told() -> None:
-    with pytest.raises(BadInputError, match=r"no file for 'Q4'; it has model-"):
-        hub_file.choose_files(FILES, "Q4", "org/name")
-    with pytest.raises(BadInputError, match=r"no \.gguf file"):
-        hub_file.choose_files(["model.safetensors"], "", "org/name")
-    for name in ("name", "org/name/file.gguf", "", "org/na me"):
-        with pytest.raises(BadInputError, match="-hf: must be"):
-            hub_file.fetch_file(name)
+def test_without_a_preferred_file_the_first_is_chosen() -> None:
+    wanted = hub.GgufName("org/name", None, None)
+    assert hub.select_files(wanted, FILES[4:]) == FILES[4:5]
+    with pytest.raises(ModelNotFoundError, match="'org/name' has no GGUF file; its GGUF files: none"):
+        hub.select_files(wanted, ["model.safetensors"])
+
+
+@pytest.mark.parametrize("name", ["name", "org/name/file.gguf", "", "org/na me"])
+def test_what_names_no_repository_is_told(name: str) -> None:
+    with pytest.raises(BadInputError, match="-hf: must be"):
+        hub_file.fetch_file(name)
 
 
 def test_all_parts_are_fetched_and_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
     fetched: list[str] = []
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: FILES)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: fetched.append(file) or f"/cache/{name}/{file}")
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name: FILES)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **_: fetched.append(file) or f"/cache/{name}/{file}")
     assert hub_file.fetch_file("org/name:Q8_0") == Path("/cache/org/name") / FILES[2]
     assert fetched == FILES[2:4]
+
+
+def test_without_a_connection_the_cache_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Name or service not known")
+
+    def find_cached(name: str, *, local_files_only: bool) -> str:
+        if name != "org/cached":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", find_cached)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **_: str(tmp_path / file))
+    (tmp_path / FILES[1]).touch()
+    assert hub_file.fetch_file("org/cached") == tmp_path / FILES[1]
+    with pytest.raises(ModelNotFoundError, match="Name or service not known"):
+        hub_file.fetch_file("org/other:Q4_K_M")
