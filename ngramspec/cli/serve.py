@@ -335,7 +335,8 @@ def _make_settings(**given: Any) -> ServerSettings:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))  # values are not repeated: they may be keys
-        raise BadInputError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+        reason = first["msg"].removeprefix("Value error, ")  # pydantic's words before those of our own checks
+        raise BadInputError(f"{place}: {reason}" if place else reason) from None
     except SettingsError as error:
         raise BadInputError(str(error)) from None
 
