@@ -408,7 +408,10 @@ def check_supported(model: PreTrainedModel, recurrent: Sequence[str] = (), *, la
         raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
-    for kind in ({rope.get("rope_type")} & {"dynamic"}) | (by_layer & {"dynamic", "longrope"}):  # "longrope" for all: `fix_angles`
+    is_fixed = any(getattr(module, "rope_type", None) == "ntk_alpha" for module in model.modules())  # Hunyuan's "dynamic" with an alpha
+    for kind in ({rope.get("rope_type")} & (set() if is_fixed else {"dynamic"})) | (
+        by_layer & {"dynamic", "longrope"}
+    ):  # "longrope" for all: `fix_angles`
         raise UnsupportedModelError(
             f"{name} uses {kind!r} rotary embeddings, whose angles depend on the whole batch, so that rows would not be independent"
         )

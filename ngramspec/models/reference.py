@@ -343,7 +343,7 @@ class Reference:
         config = model.config.to_dict()
         words = min(WORDS, config["vocab_size"])
         config |= {key: words for key in config if key.startswith("vocab_size")}
-        config |= {f"{token}_token_id": None for token in ("pad", "bos", "eos")}
+        config |= {f"{token}_token_id": 0 for token in ("pad", "bos", "eos")}  # some are too great, and some configs take no None
         self.model = empty_model(config, torch.float32).eval()
         self._source, self._n_words = source, words
         theirs = dict(model.named_buffers())

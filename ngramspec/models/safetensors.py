@@ -114,7 +114,7 @@ def find_parameters(
         if entry is None or entry.dtype not in KINDS or tuple(entry.shape) != tuple(buffer.shape):
             return None
         stored[name] = _locate(entry, WeightFile(entry.path))
-        buffer.copy_(torch.from_numpy(stored[name].float32()))
+        buffer.copy_(torch.from_numpy(stored[name].float32()).view(buffer.shape))
     known_as: dict[Any, list[str]] = {}
     for name, parameter in by_name.items():
         known_as.setdefault(parameter, []).append(name)
@@ -146,7 +146,7 @@ def make_lookup(tensors: Mapping[str, SafetensorsEntry]) -> Callable[[str], Stor
 
 
 def _locate(entry: SafetensorsEntry, file: WeightFile) -> StoredTensor:
-    return FileTensor(kind=entry.dtype, shape=entry.shape, file=file, offset=entry.offset)
+    return FileTensor(kind=entry.dtype, shape=entry.shape or (1,), file=file, offset=entry.offset)  # a number has no dimension
 
 
 def _join_parts(parts: list[list[StoredTensor]], n_dims: int) -> StoredTensor:
