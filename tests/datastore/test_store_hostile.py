@@ -168,12 +168,11 @@ def test_every_byte_of_the_vocabulary(store: Path) -> None:
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_ten_thousand_bits_of_the_body(store: Path, copy: bool) -> None:
+def test_eight_thousand_bits_of_the_body(store: Path, copy: bool) -> None:
     """Opening does not read bodies: drafts are harmless. A full check notices every one of them, padding included."""
     path = segment_file(store)
     raw = path.read_bytes()
-    rng = np.random.default_rng(1)
-    bits = rng.integers(8 * layout.HEADER_BYTES, 8 * len(raw), 10_000)
+    bits = np.random.default_rng(1 + copy).integers(8 * layout.HEADER_BYTES, 8 * len(raw), 4_000)
     with path.open("r+b", buffering=0) as file:
         for n, bit in enumerate(bits.tolist()):
             file.seek(bit // 8)
