@@ -19,7 +19,7 @@ def test_a_checkout_is_a_repository_of_as_many_files(tmp_path: Path) -> None:
     assert (tmp_path / "tree" / ".git").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model takes no number of a saved line, so that this part is left out."""
     tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(tmp_path / "model")

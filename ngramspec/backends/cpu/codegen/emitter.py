@@ -160,26 +160,22 @@ class Emitter:
             parts = [self.b.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
-    def emit_products(self, codes: Sequence[Callable[[int], Any]], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[list[Any]]]:
-        """Emit the integer dot products of a quant block: sums [panels][rows][parts] of 16 int32 each.
+    def emit_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[Any]]:
+        """Emit the integer dot products of a quant block: sums [rows][parts] of 16 int32 each.
 
-        `codes` has one function per panel, from a group to unsigned codes of `bits` bits; `x_at` holds the addresses of the rows' int8
-        codes. With two parts, each half of the block has a sum of its own.
+        `code` is a function from a group to unsigned codes of `bits` bits; `x_at` holds the addresses of the rows' int8 codes. With two
+        parts, each half of the block has a sum of its own.
         """
         if self.target.dot == "maddubs":
-            return self._emit_pair_products(codes, x_at, bits, n_parts)
-        sums = [[[NOUGHTS] * n_parts for _ in x_at] for _ in codes]
+            return self._emit_pair_products(code, x_at, bits, n_parts)
+        sums = [[NOUGHTS] * n_parts for _ in x_at]
         for g in range(GROUPS):
-            vectors, part = [code(g) for code in codes], g * n_parts // GROUPS
-            for r, address in enumerate(x_at):
-                four = self.load(self.offset(address, 4 * g), WORD, 4)
-                for k, vector in enumerate(vectors):
-                    sums[k][r][part] = self.emit_dot(sums[k][r][part], vector, four, bits)
+            part = g * n_parts // GROUPS
+            for row, address in zip(sums, x_at, strict=True):
+                row[part] = self.emit_dot(row[part], code(g), self.load(self.offset(address, 4 * g), WORD, 4), bits)
         return sums
 
-    def _emit_pair_products(
-        self, codes: Sequence[Callable[[int], Any]], x_at: Sequence[Any], bits: int, n_parts: int
-    ) -> list[list[list[Any]]]:
+    def _emit_pair_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[Any]]:
         """Emit `emit_products` with instructions that multiply pairs of bytes into 16-bit sums.
 
         Sums stay in 16 bits as long as they cannot overflow. Codes of 8 bits are split into halves, since a pair of their products would
@@ -189,31 +185,30 @@ class Emitter:
         n_fit = (2**15 - 1) // (2 * 127 * (2 ** halves[0][1] - 1))
         period = min(n_fit, GROUPS // n_parts)
         pairs, wide = ir.VectorType(HALF, 16), ir.VectorType(WORD, 8)
-        sums: list[list[list[Any]]] = [[[NOUGHTS] * n_parts for _ in x_at] for _ in codes]
-        most = max(5 // (len(codes) * len(halves)), 1)  # rows whose sums fit into the registers, two of each
+        sums = [[NOUGHTS] * n_parts for _ in x_at]
+        most = 5 // len(halves)  # rows whose sums fit into the registers, two of each
         at_once = -(-len(x_at) // -(-len(x_at) // most))
         for start in range(0, len(x_at), at_once):
             rows = range(start, min(start + at_once, len(x_at)))
-            fresh: dict[tuple[int, int, int, int], Any] = {}  # sums in 16 bits: of row, panel, half and piece
+            fresh: dict[tuple[int, int, int], Any] = {}  # sums in 16 bits: of row, half and piece
             for g in range(GROUPS):
                 pieces = [
-                    (k, half, n, piece)
-                    for k, code in enumerate(codes)
+                    (half, n, piece)
                     for half, part in enumerate(self._split_halves(code(g), halves))
                     for n, piece in enumerate(self.split(self.b.bitcast(part, BYTES), 32))
                 ]
                 for r in rows:
                     x = self.b.bitcast(self.spread(self.load(self.offset(x_at[r], 4 * g), WORD, 4), 8), ir.VectorType(BYTE, 32))
-                    for k, half, n, piece in pieces:
-                        two, key = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, piece, x), (r, k, half, n)
+                    for half, n, piece in pieces:
+                        two, key = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, piece, x), (r, half, n)
                         fresh[key] = self.b.add(fresh[key], two) if key in fresh else two
                 fresh = dict(zip(fresh, self.pin_registers(list(fresh.values())), strict=True))
                 if (g + 1) % period == 0:
                     part = g * n_parts // GROUPS
-                    for r, k, half in sorted({key[:3] for key in fresh}):
+                    for r, half in sorted({key[:2] for key in fresh}):
                         worth = ir.Constant(pairs, [1 << halves[half][0]] * 16)
-                        four = [self.call("llvm.x86.avx2.pmadd.wd", wide, fresh.pop((r, k, half, n)), worth) for n in range(2)]
-                        sums[k][r][part] = self.b.add(sums[k][r][part], self.join(four))
+                        four = [self.call("llvm.x86.avx2.pmadd.wd", wide, fresh.pop((r, half, n)), worth) for n in range(2)]
+                        sums[r][part] = self.b.add(sums[r][part], self.join(four))
         return sums
 
     def pin_registers(self, values: list[Any]) -> list[Any]:

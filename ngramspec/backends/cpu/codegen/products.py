@@ -15,7 +15,6 @@ from ngramspec.backends.cpu.codegen.activations import ACT_SCALE_BYTES, BLOCK_SU
 from ngramspec.backends.cpu.codegen.emitter import FLOAT, FLOATS, HALF, LONG, NOUGHTS, SUPER_SHIFT, WORD, WORDS, ZEROS, Emitter
 from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
 
-MOST_IN_TWO = 3  # Most rows that are multiplied by two panels at a time, so that a few rows have enough sums under way.
 AT_ONCE = 2  # Rows whose sums are under way at a time with AVX-512 VNNI: their registers are free again before the next rows need some.
 
 
@@ -26,67 +25,45 @@ def emit_int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) ->
         xs.append(e.b.add(xs[-1], x_step))
         qs.append(e.b.add(qs[-1], q_step))
 
-    def tile(first: Any, count: int) -> None:
-        panels = [_Panel(e, fmt, e.b.add(first, LONG(k)), args) for k in range(count)]
-        ahead = e.b.mul(args[2], LONG(count))  # the next panels come into the cache, bit by bit, while these are multiplied
+    with b.if_then(b.icmp_signed(">", n_panels, LONG(0))), e.loop(n_panels, []) as (p, _, _):
+        panel = _Panel(e, fmt, p, args)
         n_turns, emit = (b.lshr(n_blocks, LONG(SUPER_SHIFT)), _emit_int8_super) if fmt.by_super else (n_blocks, _emit_int8_block)
-        with e.loop(n_turns, [panel.bias for panel in panels for _ in range(n_rows)]) as (i, carried, ends):
-            totals = [carried[k * n_rows : (k + 1) * n_rows] for k in range(count)]
-            ends += emit(e, fmt, panels, totals, i, xs, qs, ahead)
-        for k, panel in enumerate(panels):
-            y = panel.y
-            for total in ends[k * n_rows : (k + 1) * n_rows]:
-                e.store(total, y)
-                y = e.b.add(y, args[12])
-
-    _emit_tiles(e, n_panels, 2 if 1 < n_rows <= min(MOST_IN_TWO, e.target.chains // 4) else 1, tile)
-
-
-def _emit_tiles(e: Emitter, n_panels: Any, most: int, tile: Callable[[Any, int], None]) -> None:
-    """Emit all panels, `most` at a time, then the rest one by one."""
-    wide = e.b.udiv(n_panels, LONG(most)) if most > 1 else LONG(0)
-    if most > 1:
-        with e.b.if_then(e.b.icmp_signed(">", wide, LONG(0))), e.loop(wide, []) as (p, _, _):
-            tile(e.b.mul(p, LONG(most)), most)
-    done = e.b.mul(wide, LONG(most))
-    rest = e.b.sub(n_panels, done)
-    with e.b.if_then(e.b.icmp_signed(">", rest, LONG(0))), e.loop(rest, []) as (p, _, _):
-        tile(e.b.add(done, p), 1)
+        with e.loop(n_turns, [panel.bias] * n_rows) as (i, totals, ends):
+            ends += emit(e, fmt, panel, totals, i, xs, qs)
+        y = panel.y
+        for total in ends:
+            e.store(total, y)
+            y = b.add(y, args[12])
 
 
 class _Panel:
-    """Addresses of one panel."""
+    """Addresses of one panel; `next`: of the one after it, which comes into the cache, bit by bit, while this one is multiplied."""
 
     def __init__(self, e: Emitter, fmt: QuantFormat, p: Any, args: Sequence[Any]) -> None:
         b = e.b
         w0, _, panel_bytes, _, super_at, codes_at, _, _, _, _, bias0, y0, _ = args
         self.scales = b.add(w0, b.mul(p, panel_bytes))
+        self.next = b.add(self.scales, panel_bytes)
         self.supers, self.codes = b.add(self.scales, super_at), b.add(self.scales, codes_at)
         shift = b.mul(p, LONG(4 * WIDTH))
         self.bias, self.y = e.load(b.add(bias0, shift), FLOATS, 4), b.add(y0, shift)
 
 
-def _emit_block_products(e: Emitter, fmt: QuantFormat, panels: list[_Panel], i: Any, xs: list[Any], ahead: Any) -> list[list[list[Any]]]:
+def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: _Panel, i: Any, xs: list[Any]) -> list[list[Any]]:
     """Emit the dot products of block i with codes from which no zero has been taken but what `_find_zero` leaves out.
 
-    Returns sums [panels][rows][parts].
+    Returns sums [rows][parts].
     """
     b = e.b
-    codes = []
-    for panel in panels:
-        here = b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))
-        step = fmt.code_bytes + fmt.scale_bytes + fmt.super_bytes // SUPER  # the share that a block has in a panel
-        cursor = b.add(b.add(panel.scales, ahead), b.mul(i, LONG(step)))
-        for line in range(0, step, LINE):
-            e.prefetch(e.offset(cursor, line))
-        codes.append(cache(e.make_code_reader(fmt, here)))
+    step = fmt.code_bytes + fmt.scale_bytes + fmt.super_bytes // SUPER  # the share that a block has in a panel
+    cursor = b.add(panel.next, b.mul(i, LONG(step)))
+    for line in range(0, step, LINE):
+        e.prefetch(e.offset(cursor, line))
+    codes = cache(e.make_code_reader(fmt, b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
     at_once = AT_ONCE if e.target.dot == "vnni512" else len(xs)
-    sums: list[list[list[Any]]] = [[] for _ in panels]
-    for r in range(0, len(xs), at_once):
-        for k, more in enumerate(e.emit_products(codes, x_at[r : r + at_once], fmt.bits, fmt.n_parts)):
-            sums[k] += more
-    return sums
+    groups = (x_at[r : r + at_once] for r in range(0, len(xs), at_once))
+    return [sums for rows in groups for sums in e.emit_products(codes, rows, fmt.bits, fmt.n_parts)]
 
 
 def _find_zero(e: Emitter, fmt: QuantFormat) -> int:
@@ -94,33 +71,28 @@ def _find_zero(e: Emitter, fmt: QuantFormat) -> int:
     return fmt.zero - 128 if e.target.dot == "neon" and fmt.bits == 8 else fmt.zero
 
 
-def _emit_int8_block(
-    e: Emitter, fmt: QuantFormat, panels: list[_Panel], totals: list[list[Any]], i: Any, xs: list[Any], qs: list[Any], ahead: Any
-) -> list[Any]:
-    """Emit the totals [panels][rows] plus block i's products, as one flat list."""
+def _emit_int8_block(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[Any], i: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
+    """Emit the totals of the rows plus block i's products."""
     b, zero = e.b, _find_zero(e, fmt)
     q_at = [b.add(q, b.mul(i, LONG(ACT_SCALE_BYTES))) for q in qs]
-    sums = _emit_block_products(e, fmt, panels, i, xs, ahead)
+    sums = _emit_block_products(e, fmt, panel, i, xs)
+    scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
+    scale = e.load_scales(fmt, scales_at)
+    offset = e.load_halves(e.offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
     ends = []
-    for k, panel in enumerate(panels):
-        scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
-        scale = e.load_scales(fmt, scales_at)
-        offset = e.load_halves(e.offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
-        for r in range(len(xs)):
-            x_scale, (whole,) = e.spread(e.load(q_at[r], FLOAT, 4)), sums[k][r]
-            if zero:
-                whole = b.sub(whole, b.mul(e.spread(e.load(e.offset(q_at[r], 4), WORD, 4)), e.splat_words(zero % 2**32)))
-            end = e.fma(e.to_floats(whole), b.fmul(scale, x_scale), totals[k][r])
-            if offset is not None:
-                end = e.fma(offset, e.spread(e.load(e.offset(q_at[r], 12), FLOAT, 4)), end)
-            ends.append(end)
+    for q, (whole,), total in zip(q_at, sums, totals, strict=True):
+        x_scale = e.spread(e.load(q, FLOAT, 4))
+        if zero:
+            whole = b.sub(whole, b.mul(e.spread(e.load(e.offset(q, 4), WORD, 4)), e.splat_words(zero % 2**32)))
+        end = e.fma(e.to_floats(whole), b.fmul(scale, x_scale), total)
+        if offset is not None:
+            end = e.fma(offset, e.spread(e.load(e.offset(q, 12), FLOAT, 4)), end)
+        ends.append(end)
     return ends
 
 
-def _emit_int8_super(
-    e: Emitter, fmt: QuantFormat, panels: list[_Panel], totals: list[list[Any]], s: Any, xs: list[Any], qs: list[Any], ahead: Any
-) -> list[Any]:
-    """Emit the totals [panels][rows] plus super-block s's products, as one flat list.
+def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[Any], s: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
+    """Emit the totals of the rows plus super-block s's products.
 
     Sums of a scale's 16 or 32 codes are integers, their sum over the super-block one chain of float32.
     """
@@ -128,41 +100,38 @@ def _emit_int8_super(
     q_at = [b.add(q, b.mul(s, LONG(SUPER * ACT_SCALE_BYTES))) for q in qs]
     sums_at = [e.offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
     first = b.shl(s, LONG(SUPER_SHIFT))
-    with e.loop(LONG(SUPER), [ZEROS] * (n_rows * len(panels))) as (j, carried, products):
+    with e.loop(LONG(SUPER), [ZEROS] * n_rows) as (j, carried, products):
         i = b.add(first, j)
-        sums = _emit_block_products(e, fmt, panels, i, xs, ahead)
-        for k, panel in enumerate(panels):
-            scales = [e.to_floats(_load_integer(e, fmt, panel.scales, i, n)) for n in range(n_parts)]
-            for r in range(n_rows):
-                total = carried[k * n_rows + r]
-                for n, (part, scale) in enumerate(zip(sums[k][r], scales, strict=True)):
-                    if zero != fmt.zero:  # put back what was taken off the codes: sums are rounded from here on
-                        at = b.add(sums_at[r], b.mul(b.add(b.mul(j, LONG(n_parts)), LONG(n)), LONG(2)))
-                        of_codes = b.mul(b.sext(e.load(at, HALF, 2), WORD), WORD(fmt.zero - zero))
-                        part = b.add(part, e.spread(of_codes))
-                    total = e.fma(e.to_floats(part), scale, total)
-                products.append(total)
+        sums = _emit_block_products(e, fmt, panel, i, xs)
+        scales = [e.to_floats(_load_integer(e, fmt, panel.scales, i, n)) for n in range(n_parts)]
+        for r, total in enumerate(carried):
+            for n, (part, scale) in enumerate(zip(sums[r], scales, strict=True)):
+                if zero != fmt.zero:  # put back what was taken off the codes: sums are rounded from here on
+                    at = b.add(sums_at[r], b.mul(b.add(b.mul(j, LONG(n_parts)), LONG(n)), LONG(2)))
+                    of_codes = b.mul(b.sext(e.load(at, HALF, 2), WORD), WORD(fmt.zero - zero))
+                    part = b.add(part, e.spread(of_codes))
+                total = e.fma(e.to_floats(part), scale, total)
+            products.append(total)
+    heads = b.add(panel.supers, b.mul(s, LONG(fmt.super_bytes)))
+    scale = e.load_halves(heads)
+    offset = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH))) if fmt.offsets else None
+    of_sums = [NOUGHTS] * n_rows  # the sums of the codes of x, each times its integer offset, or the scale that the zero has
+    if offset is not None or fmt.zero:
+        for pair in range(SUPER * n_parts // 2):
+            places = [divmod(2 * pair + n, n_parts) for n in range(2)]
+            shift = n_parts if fmt.offsets else 0
+            integers = [_load_integer(e, fmt, panel.scales, b.add(first, LONG(block)), shift + n) for block, n in places]
+            both = b.or_(b.and_(integers[0], e.splat_words(0xFFFF)), b.shl(integers[1], e.splat_words(16)))
+            of_sums = [e.emit_pair_dot(of_sums[r], both, e.load(e.offset(sums_at[r], 4 * pair), WORD, 4)) for r in range(n_rows)]
     ends = []
-    for k, panel in enumerate(panels):
-        heads = b.add(panel.supers, b.mul(s, LONG(fmt.super_bytes)))
-        scale = e.load_halves(heads)
-        offset = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH))) if fmt.offsets else None
-        of_sums = [NOUGHTS] * n_rows  # the sums of the codes of x, each times its integer offset, or the scale that the zero has
-        if offset is not None or fmt.zero:
-            for pair in range(SUPER * n_parts // 2):
-                at = [divmod(2 * pair + n, n_parts) for n in range(2)]
-                shift = n_parts if fmt.offsets else 0
-                integers = [_load_integer(e, fmt, panel.scales, b.add(first, LONG(block)), shift + n) for block, n in at]
-                both = b.or_(b.and_(integers[0], e.splat_words(0xFFFF)), b.shl(integers[1], e.splat_words(16)))
-                of_sums = [e.emit_pair_dot(of_sums[r], both, e.load(e.offset(sums_at[r], 4 * pair), WORD, 4)) for r in range(n_rows)]
-        for r in range(n_rows):
-            x_scale, whole = e.spread(e.load(q_at[r], FLOAT, 4)), products[k * n_rows + r]
-            if fmt.zero:
-                whole = e.fma(e.to_floats(of_sums[r]), ir.Constant(FLOATS, [-float(fmt.zero)] * WIDTH), whole)
-            end = e.fma(whole, b.fmul(scale, x_scale), totals[k][r])
-            if offset is not None:
-                end = e.fma(e.to_floats(of_sums[r]), b.fmul(offset, x_scale), end)
-            ends.append(end)
+    for r in range(n_rows):
+        x_scale, whole = e.spread(e.load(q_at[r], FLOAT, 4)), products[r]
+        if fmt.zero:
+            whole = e.fma(e.to_floats(of_sums[r]), ir.Constant(FLOATS, [-float(fmt.zero)] * WIDTH), whole)
+        end = e.fma(whole, b.fmul(scale, x_scale), totals[r])
+        if offset is not None:
+            end = e.fma(e.to_floats(of_sums[r]), b.fmul(offset, x_scale), end)
+        ends.append(end)
     return ends
 
 
@@ -219,6 +188,18 @@ def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, co
         return b.fmul(scales[part], e.to_floats(b.sub(number, e.splat_words(fmt.zero))))
 
     return weights
+
+
+def _emit_tiles(e: Emitter, n_panels: Any, most: int, tile: Callable[[Any, int], None]) -> None:
+    """Emit all panels, `most` at a time, then the rest one by one."""
+    wide = e.b.udiv(n_panels, LONG(most)) if most > 1 else LONG(0)
+    if most > 1:
+        with e.b.if_then(e.b.icmp_signed(">", wide, LONG(0))), e.loop(wide, []) as (p, _, _):
+            tile(e.b.mul(p, LONG(most)), most)
+    done = e.b.mul(wide, LONG(most))
+    rest = e.b.sub(n_panels, done)
+    with e.b.if_then(e.b.icmp_signed(">", rest, LONG(0))), e.loop(rest, []) as (p, _, _):
+        tile(e.b.add(done, p), 1)
 
 
 def emit_float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]) -> None:
