@@ -6,10 +6,12 @@ Strings enter, checked values leave. Knows nothing of models; the engine has its
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import jinja2
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -105,14 +107,22 @@ def read_keys(path: Path) -> list[Key]:
     return keys
 
 
+# A statement of transformers alone; it marks what a model writes, and changes no prompt.
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+
+
 def _read_template(value: Any) -> Any:
-    """Return a template, the one of this name, or that in the file of this name. Raises ValueError."""
-    if not isinstance(value, (str, Path)) or "{" in str(value) or not str(value):
+    """Return a template, the one of this name, or that in the file of this name. Raises ValueError, also for what is no Jinja."""
+    if not isinstance(value, (str, Path)) or not str(value):
         return value
     if str(value) in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[str(value)]
     try:
-        return Path(value).expanduser().read_text("utf-8-sig")
+        text = str(value) if "{" in str(value) else Path(value).expanduser().read_text("utf-8-sig")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
+        return text
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"is no Jinja: line {error.lineno}: {error.message}") from None
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(NAMED_TEMPLATES)
         raise ValueError(f"is neither Jinja, nor a file that can be read ({error}), nor one of {names}") from None

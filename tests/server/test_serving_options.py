@@ -142,8 +142,11 @@ def test_a_template_is_text_or_a_file(tmp_path: Path) -> None:
     assert ServerSettings(chat_template=str(file)).chat_template == "{{ messages }}"
     assert ServerSettings(chat_template="{{ a }}").chat_template == "{{ a }}"
     assert "<|im_start|>" in ServerSettings(chat_template="chatml").chat_template
-    with pytest.raises(ValidationError):
-        ServerSettings(chat_template="no-such-file")
+    marked = "{% generation %}{{ a }}{%- endgeneration -%}{% for m in a %}{% break %}{% endfor %}"
+    assert ServerSettings(chat_template=marked).chat_template == marked
+    for wrong in ("no-such-file", "{{ messages", "{% for m in messages %}"):
+        with pytest.raises(ValidationError, match="Jinja"):
+            ServerSettings(chat_template=wrong)
 
 
 def test_pages_of_this_machine_may_ask(engine: Engine) -> None:
