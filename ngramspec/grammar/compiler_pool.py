@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 from ngramspec.child_process import ChildEndedError, ChildProcess, Message, ProcessPool, answer_messages, limit_memory
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
-from ngramspec.grammar.compiling import first_line, get_byte_tokenizer, make_byte_tokenizer, make_matcher, probe_forced, translate_grammar
+from ngramspec.grammar.compiling import (
+    explain_error,
+    get_byte_tokenizer,
+    make_byte_tokenizer,
+    make_matcher,
+    probe_forced,
+    translate_grammar,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -119,5 +126,5 @@ def _compile(grammar: Grammar, tokenizer: LLTokenizer, special: Mapping[str, int
     except GrammarError as error:
         return {"error": str(error)}
     except BaseException as error:  # a panic of llguidance is no Exception
-        return {"error": f"grammar: {first_line(error)}"}
+        return {"error": f"grammar: {explain_error(error)}"}
     return {"sources": [source, plain]}

@@ -6,6 +6,7 @@ Child processes do this, too (`compiler_pool`), so nothing that takes long is im
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -40,7 +41,7 @@ def translate_grammar(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS)
     except GrammarError:
         raise
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"grammar: {first_line(error)}") from None
+        raise GrammarError(f"grammar: {explain_error(error)}") from None
 
 
 def _translate(grammar: Grammar, special: Mapping[str, int]) -> tuple[str, str | None]:
@@ -103,7 +104,7 @@ def make_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
     if matcher.is_error():
-        raise GrammarError(f"grammar: {first_line(matcher.get_error())}")
+        raise GrammarError(f"grammar: {explain_error(matcher.get_error())}")
     return matcher
 
 
@@ -130,6 +131,12 @@ def make_byte_tokenizer(size: int, special: Mapping[int, str], ends: Sequence[in
     return LLTokenizer(TokenizerWrapper(ByteTokens()), eos_token=list(ends))
 
 
-def first_line(error: object) -> str:
-    """Return the first line of an error's message, 300 characters at most."""
-    return str(error).strip().split("\n")[0][:300]
+def explain_error(error: object) -> str:
+    """Return an error of llguidance in one line of 300 characters at most: its first, and the reason that its parser of regular expressions
+    has lines below."""
+    text = str(error).strip()
+    if "NoExtensionBias" in text:
+        return "no text follows it; a reference to itself needs a way to end"
+    first = text.split("\n")[0][:300]
+    reason = re.search(r"^error: (.*)", text, re.MULTILINE)
+    return f"{first} {reason[1]}"[:300] if reason else first

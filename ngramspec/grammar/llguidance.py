@@ -21,7 +21,7 @@ import numpy as np
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
 from ngramspec.grammar.compiler_pool import GrammarCompilerPool
-from ngramspec.grammar.compiling import check_forced, first_line, get_byte_tokenizer, make_matcher
+from ngramspec.grammar.compiling import check_forced, explain_error, get_byte_tokenizer, make_matcher
 from ngramspec.grammar.json_layout import JsonLayout, JsonStyle
 from ngramspec.tokenizer.encode import Encoding
 
@@ -207,7 +207,7 @@ class GrammarState:
             self._matcher.try_consume_tokens(self._tokens)
             result = compute()
             if self._matcher.is_error():
-                raise GrammarError(f"grammar: {first_line(self._matcher.get_error())}")
+                raise GrammarError(f"grammar: {explain_error(self._matcher.get_error())}")
         return result
 
     @property

@@ -165,6 +165,14 @@ def test_what_cannot_be_compiled_is_refused(pair: tuple[Engine, Engine, Oracle],
         pair[0].complete("x", SamplingParams(grammar=grammar))
 
 
+@pytest.mark.parametrize(
+    ("grammar", "reason"), [(Grammar.regex("(a"), "unclosed group"), (Grammar.json_schema({"$ref": "#"}), "a reference to itself")]
+)
+def test_the_reason_is_told(pair: tuple[Engine, Engine, Oracle], grammar: Grammar, reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        pair[0].complete("x", SamplingParams(grammar=grammar))
+
+
 def test_what_takes_too_long_is_refused(pair: tuple[Engine, Engine, Oracle]) -> None:
     """And others are compiled after it."""
     endless = Grammar.json_schema({"anyOf": [{"type": "integer", "multipleOf": 65_537 + 2 * i} for i in range(100)]})
