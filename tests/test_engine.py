@@ -412,6 +412,12 @@ def test_what_is_no_model_is_a_typed_error(model: Any) -> None:
         Engine(model)
 
 
+@pytest.mark.parametrize("given", [{"datastore": 5}, {"datastore": [5]}, {"drafters": ["lookahead"]}, {"alone": "lookahead"}])
+def test_what_is_no_source_of_drafts_is_a_typed_error(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=r"must be .*, got (5|'lookahead')"):
+        Engine("no-model", **given)
+
+
 def test_a_text_is_no_list_of_token_ids(rig: tuple[Engine, Perfect]) -> None:
     with pytest.raises(InvalidInputError, match="token ids, got 'text'"):
         rig[0].detokenize("text")  # type: ignore[arg-type]

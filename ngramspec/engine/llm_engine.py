@@ -97,6 +97,8 @@ class Engine:
         if not isinstance(model, str) and not hasattr(model, "state_dict"):
             raise InvalidInputError(f"model must be a folder, a GGUF file, a hub name or a loaded model of transformers, got {model!r:.80}")
         self.config = config = config or EngineConfig(**options)
+        if wrong := [each for each in [*drafters, *([] if alone is None else [alone])] if not hasattr(each, "observe")]:
+            raise InvalidInputError(f"a drafter must be an object with the methods of `speculative.base.Drafter`, got {wrong[0]!r:.80}")
         stores = {name: open_store(store) for name, store in name_datastores(datastore).items()}
         if alone is not None and (drafters or stores):
             raise InvalidInputError("a drafter that drafts alone has neither other drafters nor datastores beside it")

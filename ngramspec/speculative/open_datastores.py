@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,7 +25,10 @@ def name_datastores(datastore: Store | Sequence[Store] | Mapping[str, Store]) ->
             raise InvalidInputError(f"a datastore's name must be a text that is not empty, got {wrong[0]!r}")
         return dict(datastore)
     stores: dict[str, Store] = {}
-    for store in [datastore] if isinstance(datastore, (str, os.PathLike, Datastore)) else datastore:
+    several = [datastore] if isinstance(datastore, (str, os.PathLike, Datastore)) or not isinstance(datastore, Iterable) else datastore
+    for store in several:
+        if not isinstance(store, (str, os.PathLike, Datastore)):
+            raise InvalidInputError(f"a datastore must be a folder or an open Datastore, got {store!r:.80}")
         folder = Path(store.path if isinstance(store, Datastore) else store).resolve().name or "datastore"
         names = itertools.chain([folder], (f"{folder}-{i}" for i in itertools.count(2)))
         stores[next(name for name in names if name not in stores)] = store
