@@ -206,6 +206,11 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         False,
     ),
     "llama, fused": ("llama", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _GATED, {}, True),
+    "seed_oss, fused": (
+        "seed_oss",
+        _norms("attn_norm", "post_attention_norm") | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN), "attn_qkv.bias": (_Q + 2 * _KV,)}
+        | _OUT | _GATED, _WIDE, True,
+    ),
     "mistral3": ("mistral3", _LLAMA, {}, True),
     "mistral3, yarn": ("mistral3", _LLAMA, _MINISTRAL | _WIDE, True),
     "smollm3": ("smollm3", _LLAMA, {}, False),
@@ -301,6 +306,10 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "qwen3": ("qwen3", _LLAMA | _HEAD_NORMS, _WIDE, True),
     "mixtral": ("llama", _ATTENTION | _EXPERTS, _CHOICE | _NARROW, True),
     "granitemoe": ("granitemoe", _ATTENTION | _EXPERTS, _CHOICE | _NARROW | _GRANITE, False),
+    "granitemoe, shared": (
+        "granitemoe", _ATTENTION | _EXPERTS | {name: shape for name, shape in _SHARED.items() if "inp" not in name},
+        _CHOICE | _NARROW | _GRANITE | {"expert_shared_feed_forward_length": INNER}, False,
+    ),
     "olmoe": (
         "olmoe",
         _ATTENTION

@@ -174,6 +174,7 @@ _NEMOTRON_H = (
 )
 _NEMOTRON_H_WHOLE = {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"}
 _GRANITE_EXPERTS = {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()}
+_GRANITE_SHARED = {"ffn_gate_shexp": "shared_mlp.input_linear", "ffn_down_shexp": "shared_mlp.output_linear"}
 _BIASED_EXPERTS = _MLP | _EXPERTS | _SHARED_EXPERTS | {"exp_probs_b": "mlp.gate.e_score_correction"}
 _DEEPSEEK2 = _NORMS | _LATENT | _BIASED_EXPERTS
 _GLM4_MOE = _NORMS | _ATTENTION | _HEAD_NORMS | _BIASED_EXPERTS
@@ -269,8 +270,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitemoe": Architecture(
         model_type="granitemoe",
-        layer=_NORMS | _ATTENTION | _GRANITE_EXPERTS,
-        rules=_PAIRS,
+        layer=_NORMS | _ATTENTION | _GRANITE_EXPERTS | _GRANITE_SHARED,
+        rules=_PAIRS | {"ffn_gate_shexp": "joined"},
         configure=configs.read_granitemoe,
     ),
     "granitehybrid": Architecture(
@@ -279,8 +280,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         | _ATTENTION
         | {stem: f"mamba.{name}" for stem, name in _MAMBA.items()}
         | _GRANITE_EXPERTS
-        | {f"ffn_gate{end}": "shared_mlp.input_linear" for end in ("", "_shexp")}
-        | {f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
+        | _GRANITE_SHARED
+        | {"ffn_gate": "shared_mlp.input_linear", "ffn_down": "shared_mlp.output_linear"},
         rules=_PAIRS | {"ssm_a": "log of negative", "ffn_gate": "joined", "ffn_gate_shexp": "joined"},
         configure=hybrids.read_granitehybrid,
     ),

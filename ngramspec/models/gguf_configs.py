@@ -38,7 +38,7 @@ def read_llama(metadata: GgufMetadata, config: Config) -> Config:
     """Read a config whose rotary embeddings turn whole heads, and whose biases show in the names of tensors."""
     if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
         raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
-    biases = {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias")}
+    biases = {"attention_bias": metadata.has_qkv_bias(), "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias")}
     return read_common(metadata, config) | biases
 
 
@@ -79,7 +79,7 @@ def read_partial(metadata: GgufMetadata, config: Config) -> Config:
     if not 0 < turned <= head_dim or turned % 2:
         raise metadata.make_refusal("rope.dimension_count", turned, f"an even number up to {head_dim}")
     found["rope_parameters"]["partial_rotary_factor"] = turned / head_dim
-    return found | {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias")}
+    return found | {"attention_bias": metadata.has_qkv_bias()}
 
 
 def read_glm4(metadata: GgufMetadata, config: Config) -> Config:
@@ -138,7 +138,7 @@ def read_cohere2(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_ernie(metadata: GgufMetadata, config: Config) -> Config:
-    return read_llama(metadata, config) | {"use_bias": metadata.has_tensor("blk.0.attn_q.bias")}
+    return read_llama(metadata, config) | {"use_bias": metadata.has_qkv_bias()}
 
 
 def read_ernie_moe(metadata: GgufMetadata, config: Config) -> Config:
@@ -208,8 +208,9 @@ def read_olmoe(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_granitemoe(metadata: GgufMetadata, config: Config) -> Config:
-    experts = read_experts(metadata, normalise=True)
-    return read_granite(metadata, config) | {"num_local_experts": experts.pop("num_experts")} | experts
+    experts, n_shared = read_experts(metadata, normalise=True), metadata.get_int("expert_shared_feed_forward_length", 0)
+    shared = {"model_type": "granitemoeshared", "shared_intermediate_size": n_shared} if n_shared else {}
+    return read_granite(metadata, config) | {"num_local_experts": experts.pop("num_experts")} | experts | shared
 
 
 def read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
@@ -219,7 +220,7 @@ def read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
     return found | experts | {
         "moe_intermediate_size": metadata.get_int("expert_feed_forward_length", inner // n_chosen),
         "shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length", inner),
-        "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"), "mlp_only_layers": [], "decoder_sparse_step": 1,
+        "qkv_bias": metadata.has_qkv_bias(), "mlp_only_layers": [], "decoder_sparse_step": 1,
     }  # fmt: skip
 
 
@@ -383,7 +384,7 @@ def _read_mistral4(metadata: GgufMetadata, found: Config) -> Config:
 def read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {
         "norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
-        "use_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "use_bias": metadata.has_qkv_bias(),
         "sliding_window": None,
     }
 

@@ -42,6 +42,10 @@ class GgufMetadata:
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
 
+    def has_qkv_bias(self) -> bool:
+        """Return whether queries, keys and values have biases in the first layer, in tensors of their own or in one."""
+        return any(self.has_tensor(f"blk.0.attn_{name}.bias") for name in ("q", "qkv"))
+
     def read_numbers(self, name: str, n: int) -> list[float]:
         """Read a tensor of n positive numbers. Raises UnsupportedModelError, ModelNotFoundError if the file is shorter."""
         tensor = self.file.tensors.get(name)

@@ -436,8 +436,8 @@ def _has_rotary(attn: Any) -> bool:
     and AFMoE do not.
     """
     is_global = getattr(attn, "sliding_window", None) is not None and not getattr(attn, "is_sliding", True)
-    if type(attn).__name__ in ("Cohere2Attention", "AfmoeAttention"):
-        is_global = attn.sliding_window is None
+    if type(attn).__name__ in ("Cohere2Attention", "Cohere2MoeAttention", "AfmoeAttention"):
+        is_global = attn.sliding_window is None and not getattr(attn, "force_rope", False)
     return bool(getattr(attn, "use_rope", True)) and not is_global
 
 
