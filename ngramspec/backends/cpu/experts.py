@@ -136,15 +136,15 @@ def _measure_softmax(logits, n):
 @njit(cache=True, nogil=True, error_model="numpy")
 def _choose_groups(logits, correction, options, chosen):
     """Set the flags [groups] of a row's best groups of experts; of equal ones those with the lowest numbers are chosen."""
-    n_groups, size = chosen.shape[0], options[N_EXPERTS] // chosen.shape[0]
-    most, total = _measure_softmax(logits, options[N_EXPERTS])
+    n_groups, size, sigmoid = chosen.shape[0], options[N_EXPERTS] // chosen.shape[0], options[SCORING] == SIGMOID
+    most, total = (_F(0), _F(1)) if sigmoid else _measure_softmax(logits, options[N_EXPERTS])
     if not correction.shape[0]:
         total = _F(1)
     scores = np.empty(n_groups, np.float32)
     for g in range(n_groups):
         best = second = _F(-np.inf)
         for e in range(g * size, (g + 1) * size):
-            score = compute_sigmoid(logits[e]) if options[SCORING] == SIGMOID else exp(logits[e] - most) / total
+            score = compute_sigmoid(logits[e]) if sigmoid else exp(logits[e] - most) / total
             if correction.shape[0]:
                 score += correction[e]
             best, second = max(best, score), max(second, min(best, score))
