@@ -302,19 +302,12 @@ def _select_changed(
 
     `members`: files that hold many documents are read again, for other members may be wanted now. `anew`: all files are.
     """
-    alone: dict[str, StoredDocument] = {}  # by path; nearly all are the only document of their file
     by_file: dict[str, list[StoredDocument]] = {}
     for document in known:
-        path = document.path
-        if (container := get_container_path(path)) is path and path not in alone:
-            alone[path] = document
-        else:
-            by_file.setdefault(container, []).append(document)
-    to_read: list[ChangedFile] = []
+        by_file.setdefault(get_container_path(document.path), []).append(document)
+    to_read = []
     for file in found:
-        first, documents = alone.pop(file.name, None), by_file.pop(file.name, None) or []
-        if first is not None:
-            documents.append(first)
+        documents = by_file.pop(file.name, [])
         is_changed = not documents or anew or (members and file.kind is not None)
         if is_changed or any([d.mtime_ns != file.mtime_ns or d.size != file.size for d in documents]):  # noqa: C419 - half the time
             to_read.append((file, documents))
@@ -322,7 +315,6 @@ def _select_changed(
             changes.unchanged += len(documents)
             for document in documents:
                 changes.live.add(document.hash)
-    changes.tombstones.update(document.key for document in alone.values())
     changes.tombstones.update(document.key for documents in by_file.values() for document in documents)
     return to_read
 
