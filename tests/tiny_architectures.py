@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -397,8 +398,19 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
-def write(path: Path, case: str) -> Path:
-    """Write the file of a case; texts are spelled in bytes."""
+Stored = tuple[np.ndarray, gguf.GGMLQuantizationType | None]  # rows and their type; None: that of the numbers
+
+
+def store_as_recorded(case: str) -> Callable[[str, np.ndarray], Stored]:
+    """Return how the file of a case has its tensors, by name and weights."""
+    kind = gguf.GGMLQuantizationType.MXFP4
+    in_blocks = "exps.weight" if case.endswith("mxfp4") else "no tensor"
+    return lambda name, x: (gguf.quants.quantize(x, kind), kind) if name.endswith(in_blocks) else (x, None)
+
+
+def write(path: Path, case: str, store: Callable[[str, np.ndarray], Stored] | None = None) -> Path:
+    """Write the file of a case, with tensors as `store` or else the case has them; texts are spelled in bytes."""
+    store = store or store_as_recorded(case)
     architecture, layer, keys, has_head = CASES[case]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(256)
@@ -433,12 +445,8 @@ def write(path: Path, case: str) -> Path:
         whole["output.weight"] = (VOCAB, HIDDEN)
     layers = [_list_shapes(architecture, i, layer, keys) for i in range(keys.get("block_count", LAYERS))]
     for name, shape in {**whole, **{f"blk.{i}.{name}": shape for i, each in enumerate(layers) for name, shape in each.items()}}.items():
-        weights = make_weights(name, shape)
-        if case.endswith("mxfp4") and name.endswith("exps.weight"):
-            kind = gguf.GGMLQuantizationType.MXFP4
-            writer.add_tensor(name, gguf.quants.quantize(weights, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, weights)
+        rows, kind = store(name, make_weights(name, shape))
+        writer.add_tensor(name, rows, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -34,7 +34,9 @@ class SplitTensor(StoredTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTensor(StoredTensor):
-    """The rows of every expert in several tensors [E, N, K], one after the other or in turns: [E, n · N, K]. All are of one kind."""
+    """The rows of every expert in several tensors [E, N, K], one after the other or in turns: [E, n · N, K]. Parts of other kinds than the
+    joined one are read as float32.
+    """
 
     parts: tuple[StoredTensor, ...]
     in_turns: bool = False
@@ -45,13 +47,16 @@ class JoinedTensor(StoredTensor):
             n_parts = len(self.parts)
             for expert, a, b in _split_by_expert(first, end, n_parts * n):
                 begin, past = expert * n + a // n_parts, expert * n - (-b // n_parts)
-                turns = np.stack([part.rows(begin, past) for part in self.parts], axis=1).reshape(-1, self.row_bytes)
+                turns = np.stack([self._read(part, begin, past) for part in self.parts], axis=1).reshape(-1, self.row_bytes)
                 found.append(turns[a % n_parts :][: b - a])
             return _join(found, self.row_bytes)
         for number, a, b in _split_by_expert(first, end, n):
             expert, part = divmod(number, len(self.parts))
-            found.append(self.parts[part].rows(expert * n + a, expert * n + b))
+            found.append(self._read(self.parts[part], expert * n + a, expert * n + b))
         return _join(found, self.row_bytes)
+
+    def _read(self, part: StoredTensor, first: int, end: int) -> np.ndarray:
+        return part.rows(first, end) if part.kind == self.kind else np.ascontiguousarray(part.values(first, end)).view(np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +117,19 @@ def stack_experts(parts: list[StoredTensor]) -> StoredTensor:
 
 
 def join_experts(gate: StoredTensor, up: StoredTensor, *, in_turns: bool = False) -> StoredTensor:
-    """Join two tensors [E, N, K] to [E, 2 · N, K]."""
+    """Join two tensors [E, N, K] to [E, 2 · N, K], float32 if they are of different kinds."""
     shape = (gate.shape[0], 2 * gate.shape[1], *gate.shape[2:])
-    return JoinedTensor(kind=gate.kind, shape=shape, parts=(gate, up), in_turns=in_turns)
+    return JoinedTensor(kind=_find_joined_kind(gate, up), shape=shape, parts=(gate, up), in_turns=in_turns)
 
 
 def join_rows(first: StoredTensor, second: StoredTensor) -> StoredTensor:
-    """Join two matrices, given as [1, N, K], to [2 · N, K]."""
-    return JoinedTensor(kind=first.kind, shape=(2 * first.shape[1], first.shape[2]), parts=(first, second))
+    """Join two matrices, given as [E, N, K], to [E · 2 · N, K], float32 if they are of different kinds."""
+    n_each, n_rows, n_in = first.shape
+    return JoinedTensor(kind=_find_joined_kind(first, second), shape=(2 * n_each * n_rows, n_in), parts=(first, second))
+
+
+def _find_joined_kind(first: StoredTensor, second: StoredTensor) -> str:
+    return first.kind if first.kind == second.kind else "F32"
 
 
 def transpose_experts(stored: StoredTensor) -> StoredTensor:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ngramspec.models.expert_weights import JoinedTensor
-from ngramspec.models.latent_weights import DequantisedTensor
+from ngramspec.models.expert_weights import join_rows
 from ngramspec.models.tensor_source import StoredTensor, TensorSource
 
 GATES = "gate_proj"  # Name of the projection of gates in an attention layer.
@@ -33,10 +32,7 @@ def join_gates(queries: StoredTensor, gates: StoredTensor, n_heads: int) -> Stor
     (n_rows, n_in), of_gates = queries.shape, gates.shape
     if of_gates != queries.shape or n_rows % n_heads:
         raise ValueError(f"gates are {list(of_gates)}, and queries {list(queries.shape)}, of {n_heads} heads")
-    parts = tuple(replace(each, shape=(n_heads, n_rows // n_heads, n_in)) for each in (queries, gates))
-    if queries.kind != gates.kind:
-        parts = tuple(DequantisedTensor(kind="F32", shape=each.shape, stored=each) for each in parts)
-    return JoinedTensor(kind=parts[0].kind, shape=(2 * n_rows, n_in), parts=parts)
+    return join_rows(*(replace(each, shape=(n_heads, n_rows // n_heads, n_in)) for each in (queries, gates)))
 
 
 def add_gates(source: TensorSource, model: Any) -> TensorSource:

@@ -384,10 +384,11 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
 def _join_tensors(file: Gguf, gate: FileTensor, up: FileTensor, use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
     """Return the parameter that joins two tensors of experts. Raises UnsupportedModelError."""
     in_turns, divisible = use.rule == "in turns", use.rule == "joined" or len(shape) != 2
-    if (gate.kind, gate.shape) != (up.kind, up.shape) or len(gate.shape) != len(shape) or (not divisible and KINDS[gate.kind][0] > 1):
+    in_blocks = max(KINDS[each.kind][0] for each in (gate, up)) > 1
+    if gate.shape != up.shape or len(gate.shape) != len(shape) or (in_blocks and not divisible):
         raise UnsupportedModelError(
-            f"{file.path}: {use.tensor} is {gate.kind} {list(gate.shape)}, {use.other} {up.kind} {list(up.shape)}; accepted: two "
-            f"alike, for a parameter {list(shape)}"
+            f"{file.path}: {use.tensor} is {gate.kind} {list(gate.shape)}, {use.other} {up.kind} {list(up.shape)}; accepted: two of the "
+            f"same shape, for a parameter {list(shape)}"
         )
     if use.rule == "joined":
         joined: StoredTensor = join_rows(*(replace(each, shape=(1, *each.shape)) for each in (gate, up)))

@@ -243,6 +243,8 @@ def dequantise(kind: str, rows: np.ndarray) -> np.ndarray:
         return rows.view(np.float16).astype(np.float32)
     if kind == "BF16":
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if not len(rows):
+        return np.empty((0, rows.shape[1] // KINDS[kind][1] * KINDS[kind][0]), np.float32)  # which gguf cannot dequantise
     from gguf import GGMLQuantizationType, quants  # not needed to start
 
     return quants.dequantize(rows, GGMLQuantizationType[kind])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from pathlib import Path
 
 import gguf as reference
@@ -55,6 +57,33 @@ def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path)
     mine = np.concatenate([runner.run([Span(0, some, at, logits=len(some))]).numpy() for at, some in ((0, text[:25]), (25, text[25:]))])
     tolerance = find_tolerance(case)
     assert np.abs(mine[RECORD["rows"], : wanted.shape[1]] - wanted).max() < tolerance * np.abs(mine).max()
+
+
+def store_mixed(name: str, x: np.ndarray) -> tiny_architectures.Stored:
+    """Quantise a matrix to a type of its own, by its name."""
+    kinds = [reference.GGMLQuantizationType[kind] for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "F16", "BF16")]
+    kind = kinds[zlib.crc32(name.encode()) % len(kinds)]
+    matrix = name.endswith(".weight") and x.ndim > 1 and x.shape[-1] % 32 == 0 and not re.search("gate_inp|norm", name)
+    return (reference.quants.quantize(x, kind), kind) if matrix else (x, None)
+
+
+def store_numbers(name: str, x: np.ndarray) -> tiny_architectures.Stored:
+    """Return the numbers that `store_mixed` stands for."""
+    rows, kind = store_mixed(name, x)
+    return (x if kind is None else reference.quants.dequantize(rows, kind).reshape(x.shape), None)
+
+
+@pytest.mark.parametrize("case", ["afmoe", "deepseek2", "deepseek2, older", "gpt-oss", "granitehybrid, experts", "qwen35moe"])
+def test_every_matrix_may_be_of_another_type(case: str, tmp_path: Path) -> None:
+    size: dict[str, int] = {"max_len": 64, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 22}
+    found = []
+    for store in (store_mixed, store_numbers):
+        opened = open_model(str(tiny_architectures.write(tmp_path / f"{store.__name__}.gguf", case, store)), cache_dir=tmp_path / "cache")
+        runner = CpuRunner(opened.model, opened.source, code=cache_dir() / "code", precision="float32", kv_dtype="float32", **size)
+        assert runner.decoder is not None
+        assert runner.pool.reserve(0, 64)
+        found.append(runner.run([Span(0, np.array(RECORD["text"], np.int32), 0, logits=40)]).numpy())
+    assert np.abs(found[0] - found[1]).max() < ROUNDING * np.abs(found[1]).max()
 
 
 @pytest.mark.parametrize(

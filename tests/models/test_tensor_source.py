@@ -40,6 +40,7 @@ def test_dequantised_as_gguf_does(kind: str, data: st.DataObject) -> None:
     assert rows.shape == (shape[0], row_bytes(kind, shape[1]))
     wanted = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(dequantise(kind, rows).view(np.uint32), wanted.view(np.uint32))
+    assert dequantise(kind, rows[:0]).shape == (0, shape[1])
 
 
 @given(st.integers(1, 5), st.integers(1, 9))
