@@ -155,6 +155,48 @@ def test_claude_code_is_answered(client: httpx.Client) -> None:
     assert counted["input_tokens"] == like["usage"]["prompt_tokens"]
 
 
+CRON = {"name": "CronList", "description": "Lists jobs.", "input_schema": {"type": "object", "properties": {}}}
+FOUND: list[Any] = [  # Claude Code 2.1.332: its model has searched a tool, shortened
+    {"role": "user", "content": [{"type": "text", "text": "list the jobs"}]},
+    {"role": "system", "content": [{"type": "text", "text": "Deferred tools: CronList", "cache_control": EPHEMERAL}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "ToolSearch", "input": {"query": "select:CronList"}}]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "tool_reference", "tool_name": "CronList"}]}
+    ]},
+]  # fmt: skip
+BY_NAME = {"type": "tool_reference", "name": "CronList"}
+
+
+def test_tools_are_loaded_by_the_conversation(client: httpx.Client) -> None:
+    """A deferred tool is no part of the prompt and cannot be called until a block refers to it; what was before stays as it was."""
+    search = {"name": "ToolSearch", "input_schema": {"type": "object", "properties": {"query": {"type": "string"}}}}
+    placeholder = {"name": "DeferredToolPlaceholder", "input_schema": {"type": "object", "properties": {}}, "defer_loading": True}
+    given: dict[str, Any] = {"tools": [search, CRON | {"defer_loading": True}, placeholder], "max_tokens": 60, "temperature": 0}
+
+    def count(messages: list[Any], tools: list[Any]) -> int:
+        counted = client.post("/v1/messages/count_tokens", json={"messages": messages, "tools": tools})
+        assert counted.status_code == 200, counted.text
+        return int(counted.json()["input_tokens"])
+
+    def call(messages: list[Any], tools: list[Any] = given["tools"]) -> httpx.Response:
+        choice = {"type": "tool", "name": "CronList"}
+        return client.post("/v1/messages", json=given | {"messages": messages, "tools": tools, "tool_choice": choice})
+
+    assert count(FOUND[:3], given["tools"]) == count(FOUND[:3], [search])
+    assert "no tool 'CronList'" in call(FOUND[:2]).text
+    described = {"type": "function", "function": {"name": "CronList", "description": "Lists jobs.", "parameters": CRON["input_schema"]}}
+    text = f"These functions can be called from now on:\n{json.dumps(described)}"
+    told = [*FOUND[:3], {"role": "user", "content": [FOUND[3]["content"][0] | {"content": text}]}]
+    assert count(FOUND, given["tools"]) == count(told, [search])
+    assert call(FOUND).json()["content"][0]["name"] == "CronList"
+    for tool, tools in ((BY_NAME, given["tools"]), ({"type": "tool_definition", "definition": CRON}, [search])):
+        added = [*FOUND[:1], {"role": "system", "content": [{"type": "tool_addition", "tool": tool}]}, FOUND[0]]
+        assert count(added, tools) == count([added[0], {"role": "system", "content": text}, FOUND[0]], [search])
+        assert call(added, tools).json()["content"][0]["name"] == "CronList"
+        removed = [*added, {"role": "system", "content": [{"type": "tool_removal", "tool": BY_NAME}]}, FOUND[0]]
+        assert "no tool 'CronList'" in call(removed, tools).text
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "time", "disable_parallel_tool_use": True}])
 def test_calls(client: httpx.Client, choice: Any) -> None:
     given = ASKED | {"messages": DRAW, "tools": FLAT, "tool_choice": choice, "max_tokens": 150}

@@ -5,8 +5,9 @@ JSON that was parsed enters, turns and a `Toolbox` leave. Knows nothing of route
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
@@ -34,25 +35,8 @@ ROLES = (USER, ASSISTANT, SYSTEM)
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
-class TextBlock(StrictModel):
-    type: str
-    text: str | None = None
-
-
-class Block(TextBlock):
-    """A text, a call that the assistant made, its result, or a chain of thought."""
-
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | Items[TextBlock] | None = None
-    thinking: str | None = None
-
-
-class ChatMessage(StrictModel):
-    role: str
-    content: str | Items[Block]
+# What stands above the descriptions of tools that a conversation loads.
+TOOLS_LOADED = "These functions can be called from now on:"
 
 
 class MessagesTool(StrictModel):
@@ -62,6 +46,65 @@ class MessagesTool(StrictModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """The tool is offered once a block of the conversation refers to it, and described there."""
+
+    @property
+    def is_function(self) -> bool:
+        return self.type in (None, "custom")
+
+    def make_function(self) -> FunctionDeclared:
+        return FunctionDeclared(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
+
+    def describe(self) -> str:
+        """Return the tool as one line of JSON, in the form in which prompts describe tools."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.input_schema}
+        return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+
+
+class TextBlock(StrictModel):
+    type: str
+    text: str | None = None
+
+
+class ResultBlock(TextBlock):
+    """A text, or the name of a tool that a search has found."""
+
+    tool_name: str | None = None
+
+
+class ToolChanged(StrictModel):
+    """The tool that a message adds or removes: its name, or the whole tool."""
+
+    name: str | None = None
+    definition: MessagesTool | None = None
+
+
+class Block(TextBlock):
+    """A text, a call that the assistant made, its result, a chain of thought, or a change of the tools."""
+
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Items[ResultBlock] | None = None
+    thinking: str | None = None
+    tool: ToolChanged | None = None
+
+    def list_tools(self, deferred: Mapping[str, MessagesTool]) -> list[MessagesTool]:
+        """Return the tools that this block describes to the model. `deferred`: the request's tools that their declaration does not."""
+        if self.type == "tool_addition" and self.tool is not None:
+            named = [self.tool.definition or deferred.get(self.tool.name or "")]
+        elif self.type == "tool_result" and isinstance(self.content, list):
+            named = [deferred.get(each.tool_name or "") for each in self.content if each.type == "tool_reference"]
+        else:
+            named = []
+        return [tool for tool in named if tool is not None and tool.is_function]
+
+
+class ChatMessage(StrictModel):
+    role: str
+    content: str | Items[Block]
 
 
 class MessagesToolChoice(StrictModel):
@@ -107,33 +150,43 @@ class CountTokensRequest(OpenAIRequest):
 
     @property
     def toolbox(self) -> Toolbox:
-        """What may be called. Raises ApiError (400)."""
+        """What may be called, without the tools that the conversation has not loaded or has removed. Raises ApiError (400)."""
+        deferred, late, removed = self._find_deferred(), dict[str, MessagesTool](), set[str]()
+        for block in (block for message in self.messages if not isinstance(message.content, str) for block in message.content):
+            loaded = {tool.name: tool for tool in block.list_tools(deferred)}
+            late |= loaded
+            if block.type in ("tool_addition", "tool_removal") and block.tool is not None:
+                changed = {block.tool.name or "", *loaded}
+                removed = removed - changed if block.type == "tool_addition" else removed | changed
+        tools = [tool for tool in self.tools or () if tool.name not in late or tool.name in deferred]
         declared = [
-            ToolDeclared(type="function", function=function)
-            if tool.type in (None, "custom")
-            else ToolDeclared(type=tool.type, function=None)
-            for tool in self.tools or ()
-            for function in [
-                FunctionDeclared(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
-            ]
+            ToolDeclared(type="function", function=tool.make_function())
+            if tool.is_function and tool.name not in removed and (tool.name in late or not tool.defer_loading)
+            else ToolDeclared(type="", function=None)
+            for tool in [*tools, *(tool for name, tool in late.items() if name not in deferred)]
         ]
         given, choice = self.tool_choice, None
         choices: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
         if given is not None:
             choice = choices.get(given.type) or ChosenTool(type="function", function=FunctionNamed(name=given.name or ""))
         parallel = False if given is not None and given.disable_parallel_tool_use else None
-        return read_toolbox(declared, choice, parallel, others=True)
+        box = read_toolbox(declared, choice, parallel, others=True)
+        return dataclasses.replace(box, prompt_tools=tuple(tool for tool in box.prompt_tools if tool["function"]["name"] not in late))
+
+    def _find_deferred(self) -> dict[str, MessagesTool]:
+        return {tool.name: tool for tool in self.tools or () if tool.defer_loading}
 
     def make_turns(self) -> list[Turn]:
         """Return the messages of a chat; neighbours of one role are one. Raises ApiError (400)."""
         system = _join(self.system or "", "system")
         turns = [Turn(SYSTEM, system)] if system else []
         names: dict[str, str] = {}
+        deferred = self._find_deferred()
         for i, message in enumerate(self.messages):
             where = f"messages[{i}]"
             if message.role not in ROLES:
                 raise ApiError(400, f"{where}.role: must be user or assistant, got {message.role[:40]!r}", param=f"{where}.role")
-            for turn in _make_turns(message, where, names):
+            for turn in _make_turns(message, where, names, deferred):
                 last = turns[-1] if turns else None
                 if last is not None and last.role == turn.role != TOOL:
                     text = "\n".join(filter(None, (last.content, turn.content)))
@@ -157,7 +210,7 @@ class MessagesRequest(CountTokensRequest):
         return self
 
 
-def _make_turns(message: ChatMessage, where: str, names: dict[str, str]) -> Iterator[Turn]:
+def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferred: Mapping[str, MessagesTool]) -> Iterator[Turn]:
     """Yield the turns of a message. `names`: of the tools called so far, by the calls' ids. Raises ApiError (400)."""
     if isinstance(message.content, str):
         yield Turn(message.role, message.content)
@@ -184,11 +237,21 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str]) -> Iter
                     yield Turn(USER, "\n".join(texts))
                     texts = []
                 call_id = _get(block.tool_use_id, f"{place}.tool_use_id")
-                yield Turn(TOOL, _join(block.content or "", f"{place}.content"), call_id=call_id, name=names.get(call_id))
+                content = block.content or ""
+                if not isinstance(content, str):
+                    content = _join([part for part in content if part.type != "tool_reference"], f"{place}.content")
+                text = "\n".join(filter(None, (content, _describe_tools(block.list_tools(deferred)))))
+                yield Turn(TOOL, text, call_id=call_id, name=names.get(call_id))
+            case "tool_addition" | "tool_removal" if message.role == SYSTEM:
+                texts += filter(None, [_describe_tools(block.list_tools(deferred))])
             case other:
                 raise _not_supported(place, f"no blocks of type {other[:40]!r} in a message of the {message.role}; text and tools only")
-    if texts or calls or message.role != USER:
+    if texts or calls or message.role == ASSISTANT:
         yield Turn(message.role, "\n".join(texts), tuple(calls), thoughts="\n".join(thoughts))
+
+
+def _describe_tools(tools: Sequence[MessagesTool]) -> str:
+    return "\n".join([TOOLS_LOADED, *(tool.describe() for tool in tools)]) if tools else ""
 
 
 def _join(content: str | Sequence[TextBlock], where: str) -> str:
