@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 try:
     import resource
@@ -62,6 +64,8 @@ HALF_CLOSED_S = (0.01, 0.01, 0.2)
 often then."""
 LINGER_S = 3
 """Seconds that responses which are being written have when the server stops."""
+
+_ABSOLUTE_TARGET = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)  # its host and its path
 
 
 ENOUGH_DESCRIPTORS = 1 << 16  # beyond this no more are asked for: containers set hard limits of 2**30
@@ -223,6 +227,19 @@ class Front:
             await (page if scope["path"] == "/" else error.response(scope["path"]))(scope, receive, send)
 
 
+def accept_absolute_targets(app: ASGIApp) -> ASGIApp:
+    """Return an application that takes `GET http://host/path`, as clients of a proxy write it, for `GET /path` of that host (RFC 9112)."""
+
+    async def accept(scope: Scope, receive: Receive, send: Send) -> None:
+        if (match := _ABSOLUTE_TARGET.fullmatch(scope["raw_path"])) is not None:
+            host, path = match[1], match[2] or b"/"
+            headers = [(b"host", host), *(header for header in scope["headers"] if header[0] != b"host")]
+            scope = {**scope, "path": unquote(path.decode("ascii")), "raw_path": path, "headers": headers}
+        await app(scope, receive, send)
+
+    return accept
+
+
 class AcceptErrors:
     """asyncio's handler of exceptions, which logs the one that comes a thousand times a second with a count and now and then."""
 
@@ -330,7 +347,7 @@ def run(
 def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     """How uvicorn runs an application."""
     return uvicorn.Config(
-        app,
+        accept_absolute_targets(app),
         http=Protocol.of(settings),
         loop="asyncio",
         backlog=ACCEPTED_AT_ONCE,

@@ -148,6 +148,17 @@ def test_a_client_that_is_gone_is_noticed(held: tuple[Server, Gate], stream: boo
     assert until(lambda: server.engine.status().running == 0)
 
 
+@pytest.mark.parametrize(
+    ("target", "status"), [("%s/health?a=b", 200), ("HTTP://localhost/health", 200), ("http://evil.example/health", 403)]
+)
+def test_an_absolute_target_is_its_path_at_its_host(server: Server, target: str, status: int) -> None:
+    """As clients write it that take this server for their proxy. What the header says of the host does not count then."""
+    with Connection(server) as client:
+        target = target.replace("%s", server.url)
+        client.socket.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert client.rest().startswith(b"HTTP/1.1 %d " % status)
+
+
 def test_a_request_behind_one_under_way_is_told_that_the_connection_closes(held: tuple[Server, Gate]) -> None:
     server, gate = held
     gate.shut(free=1)
