@@ -421,6 +421,8 @@ def _run_server(
 
     try:
         repositories = Repositories(paths, cache_dir() / "stores", with_installed=with_installed, max_files=max_files)
-        run(make_engine, settings, repositories, ready)
+        has_loaded = run(make_engine, settings, repositories, ready)
     finally:
         log.stop()
+    if not has_loaded:
+        os._exit(0)  # Python's finalisation would stop the thread that loads anywhere, and extension modules would report what it holds

@@ -299,8 +299,10 @@ def run(
     settings: ServerSettings,
     repositories: Repositories | None = None,
     ready: Callable[[str, Engine], None] = lambda url, engine: None,
-) -> None:
+) -> bool:
     """Serve until a signal ends it. `ready` is called with the server's address once it takes work.
+
+    Returns false if a thread still loads the model: the interpreter should not be finalised under it.
 
     Raises OSError where the address cannot be had, and what `make_engine` raises.
     """
@@ -336,12 +338,14 @@ def run(
     # A daemon: a signal while it loads does not wait for it.
     threading.Thread(target=load, name="ngramspec-load", daemon=True).start()
     server.run(sockets=listeners)
+    gc.unfreeze()  # for Python's last collection: extension modules, such as Triton's, complain about what it leaves
     repositories.close()
     for each in loaded:
         if isinstance(each, Engine):
             each.close()
         else:
             raise each
+    return bool(loaded)
 
 
 def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -32,8 +33,11 @@ START_S = 120
 LONG = {"prompt": "ab", "max_tokens": 900, "ignore_eos": True, "stream": True}
 
 
-def signalled(make_engine: Callable[[], Engine], client: Callable[[str], None], **settings: Any) -> None:
-    """Serve in this thread, as the command does, with a client of its URL in another; the client's errors are raised here."""
+def signalled(make_engine: Callable[[], Engine], client: Callable[[str], None], **settings: Any) -> bool:
+    """Serve in this thread, as the command does, with a client of its URL in another; the client's errors are raised here.
+
+    Returns what `run` does.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     failed: list[BaseException] = []
@@ -48,11 +52,13 @@ def signalled(make_engine: Callable[[], Engine], client: Callable[[str], None], 
     thread = threading.Thread(target=talk)
     thread.start()
     handler = signal.getsignal(signal.SIGTERM)
-    run(make_engine, ServerSettings(port=port, **settings))
+    has_loaded = run(make_engine, ServerSettings(port=port, **settings))
     thread.join()
+    assert gc.get_freeze_count() == 0
     assert signal.getsignal(signal.SIGTERM) is handler
     if failed:
         raise failed[0]
+    return has_loaded
 
 
 def until_health(url: str, status: int) -> None:
@@ -94,7 +100,7 @@ def test_the_first_signal_drains() -> None:
         assert json.loads(before.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert last == "data: [DONE]"
 
-    signalled(lambda: engine, client)
+    assert signalled(lambda: engine, client)
     assert engine.closed
 
 
@@ -123,7 +129,7 @@ def test_a_signal_while_the_model_loads() -> None:
         until_health(url, 503)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    signalled(load, client)
+    assert not signalled(load, client)
     told.set()
 
 
