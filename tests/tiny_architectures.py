@@ -48,7 +48,9 @@ _YARN = {
     "rope.scaling.yarn_beta_slow": 1.0,
 }
 _MINISTRAL = _YARN | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1}
-_LONG_ROPE: dict[str, Any] = {"rope.dimension_count": 3 * HEAD_DIM // 4, "rope.scaling.attn_factor": 1.2}
+_LONG_ROPE: dict[str, Any] = {
+    "rope.dimension_count": 3 * HEAD_DIM // 4, "rope.scaling.attn_factor": 1.2, "rope.scaling.type": "longrope",
+}  # fmt: skip
 _GRANITE = {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 2.0}
 _LAST_IS_FULL = [(i + 1) % 4 != 0 for i in range(LAYERS)]
 _STAR_BIAS: Shapes = {f"{name}.bias": (HIDDEN,) for name in ("attn_norm", "ffn_norm", "attn_output", "ffn_down")} | {
@@ -213,6 +215,19 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         | _OUT | _GATED, _WIDE, True,
     ),
     "mistral3": ("mistral3", _LLAMA, {}, True),
+    "mistral3, yarn alone": ("mistral3", _LLAMA, _YARN | _WIDE | {"rope.scaling.yarn_log_multiplier": 0.5}, True),
+    "internlm2": ("internlm2", _LLAMA, {"vocab_size": VOCAB + 20}, True),
+    "exaone": ("exaone", _LLAMA, {}, True),
+    "minicpm": ("minicpm", _LLAMA, {"embedding_scale": 12.0, "residual_scale": 0.3, "logit_scale": 4.0}, False),
+    "minicpm, long": (
+        "minicpm", _LLAMA,
+        {"embedding_scale": 12.0, "residual_scale": 0.3, "logit_scale": 4.0, "rope.dimension_count": HEAD_DIM}
+        | {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 32}, True,
+    ),
+    "chatglm": (
+        "chatglm", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN), "attn_qkv.bias": (_Q + 2 * _KV,)} | _OUT | _FUSED,
+        {"rope.dimension_count": HEAD_DIM // 2}, True,
+    ),
     "mistral3, yarn": ("mistral3", _LLAMA, _MINISTRAL | _WIDE, True),
     "smollm3": ("smollm3", _LLAMA, {}, False),
     "granite": ("granite", _LLAMA, _GRANITE, False),
@@ -304,7 +319,9 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "qwen2": ("qwen2", _LLAMA | _QKV_BIAS, {}, False),
     "qwen2, yarn": ("qwen2", _LLAMA | _QKV_BIAS, _YARN, True),
     "qwen2, yarn, factor": ("qwen2", _LLAMA | _QKV_BIAS, _YARN | {"rope.scaling.attn_factor": 1.3}, True),
+    "qwen2, no biases": ("qwen2", _LLAMA, {}, True),
     "qwen3": ("qwen3", _LLAMA | _HEAD_NORMS, _WIDE, True),
+    "qwen3, biases": ("qwen3", _LLAMA | _HEAD_NORMS | _QKV_BIAS, _WIDE, True),
     "mixtral": ("llama", _ATTENTION | _EXPERTS, _CHOICE | _NARROW, True),
     "granitemoe": ("granitemoe", _ATTENTION | _EXPERTS, _CHOICE | _NARROW | _GRANITE, False),
     "granitemoe, shared": (
@@ -434,7 +451,7 @@ def write(path: Path, case: str, store: Callable[[str, np.ndarray], Stored] | No
         whole["output_norm.bias"] = (HIDDEN,)
     if architecture == "gemma4":
         whole["rope_freqs.weight"] = (_WIDER // 2,)
-    if architecture == "phi3" and "rope.scaling.attn_factor" in keys:
+    if keys.get("rope.scaling.type") == "longrope" and "rope.dimension_count" in keys:
         whole |= {f"rope_factors_{length}.weight": (keys["rope.dimension_count"] // 2,) for length in ("long", "short")}
     if "inp_gate.weight" in layer:
         whole |= {

@@ -106,7 +106,7 @@ def read_config(file: Gguf) -> Config:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnsupportedModelError(f"{file.path}: it lacks the tensor token_embd.weight")
-    vocab_size = metadata.get_int("vocab_size", embedding.shape[0])
+    vocab_size = embedding.shape[0]  # files may state another number, which llama.cpp does not read
     heads, hidden = metadata.get_same("attention.head_count"), metadata.get_int("embedding_length")
     for key, value in (("attention.head_count", heads), ("embedding_length", hidden)):
         if value < 1:
@@ -193,6 +193,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
     "bailingmoe2": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
+    "chatglm": Architecture(
+        model_type="glm",
+        layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        configure=configs.read_partial,
+    ),
     "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=configs.read_cohere2),
     "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, configure=configs.read_cohere),
     "deepseek2": Architecture(model_type="deepseek_v2", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
@@ -203,6 +208,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_LLAMA | _EXPERTS | _SHARED_EXPERTS | {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction"},
         configure=configs.read_ernie_moe,
     ),
+    "exaone": Architecture(model_type="llama", layer=_LLAMA, configure=configs.read_llama),
     "exaone4": Architecture(model_type="exaone4", layer=_OLMO2, configure=configs.read_exaone4),
     "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=configs.read_gemma),
     "gemma2": Architecture(model_type="gemma2", layer=_SANDWICH, rules=_SHIFTED, configure=configs.read_gemma2),
@@ -285,6 +291,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rules=_PAIRS | {"ssm_a": "log of negative", "ffn_gate": "joined", "ffn_gate_shexp": "joined"},
         configure=hybrids.read_granitehybrid,
     ),
+    "internlm2": Architecture(model_type="llama", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
     "lfm2": Architecture(
         model_type="lfm2",
         layer=_LFM2,
@@ -300,6 +307,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         configure=hybrids.read_lfm2moe,
     ),
     "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=configs.read_llama_or_mixtral),
+    "minicpm": Architecture(model_type="granite", layer=_LLAMA, rules=_PAIRS, configure=configs.read_minicpm),
     "minimax-m2": Architecture(
         model_type="minimax_m2",
         layer=_QWEN3_MOE | {"exp_probs_b": "mlp.e_score_correction"},

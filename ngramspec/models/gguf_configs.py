@@ -38,21 +38,21 @@ def read_llama(metadata: GgufMetadata, config: Config) -> Config:
     """Read a config whose rotary embeddings turn whole heads, and whose biases show in the names of tensors."""
     if (turned := metadata.get_int("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
         raise metadata.make_refusal("rope.dimension_count", turned, str(config["head_dim"]))
-    biases = {"attention_bias": metadata.has_qkv_bias(), "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias")}
+    biases = {"attention_bias": metadata.has_attention_bias(), "mlp_bias": metadata.has_mlp_bias()}
     return read_common(metadata, config) | biases
 
 
 def read_mistral3(metadata: GgufMetadata, config: Config) -> Config:
     found = read_llama(metadata, config)
+    rope = found["rope_parameters"]
+    if multiplier := metadata.get_float("rope.scaling.yarn_log_multiplier", 0.0):
+        rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
     if not metadata.has_key("attention.temperature_scale"):
         return found | {"model_type": "mistral", "sliding_window": None}
-    rope = found["rope_parameters"]
     rope["llama_4_scaling_beta"] = metadata.get_float("attention.temperature_scale")
     rope.setdefault(
         "original_max_position_embeddings", metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
     )
-    if metadata.has_key("rope.scaling.yarn_log_multiplier"):
-        rope |= {"mscale": 1.0, "mscale_all_dim": metadata.get_float("rope.scaling.yarn_log_multiplier")}
     return found
 
 
@@ -60,6 +60,14 @@ def read_granite(metadata: GgufMetadata, config: Config) -> Config:
     if metadata.is_stated("rope.scaling.finetuned", False):
         raise metadata.make_refusal("rope.scaling.finetuned", False, "true, since layers without rotary embedding are not read")
     return read_llama(metadata, config) | read_multipliers(metadata, config) | {"logits_scaling": metadata.get_float("logit_scale")}
+
+
+def read_minicpm(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of MiniCPM (1 to 4), which is Granite's model. Older files, which lack the multipliers, are refused."""
+    for key in ("embedding_scale", "residual_scale", "logit_scale"):
+        metadata.get_float(key)
+    found = read_llama(metadata, config) | read_multipliers(metadata, config)
+    return found | read_long_rope(metadata, config, found["rope_parameters"])
 
 
 def read_multipliers(metadata: GgufMetadata, config: Config) -> Config:
@@ -79,7 +87,7 @@ def read_partial(metadata: GgufMetadata, config: Config) -> Config:
     if not 0 < turned <= head_dim or turned % 2:
         raise metadata.make_refusal("rope.dimension_count", turned, f"an even number up to {head_dim}")
     found["rope_parameters"]["partial_rotary_factor"] = turned / head_dim
-    return found | {"attention_bias": metadata.has_qkv_bias()}
+    return found | {"attention_bias": metadata.has_attention_bias()}
 
 
 def read_glm4(metadata: GgufMetadata, config: Config) -> Config:
@@ -92,16 +100,20 @@ def read_glm4(metadata: GgufMetadata, config: Config) -> Config:
 def read_phi3(metadata: GgufMetadata, config: Config) -> Config:
     """Read Phi-3's config. Its sliding window is left out, as in llama.cpp."""
     found = read_partial(metadata, config)
+    return found | read_long_rope(metadata, config, found["rope_parameters"])
+
+
+def read_long_rope(metadata: GgufMetadata, config: Config, rope: Config) -> Config:
+    """Read the factors of LongRoPE, if the file has any, into `rope`, and return what the config has besides."""
+    original = metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
     if metadata.has_tensor(LONG_FACTORS):
         n = metadata.get_int("rope.dimension_count", config["head_dim"]) // 2
         long, short = (metadata.read_numbers(name, n) for name in (LONG_FACTORS, SHORT_FACTORS))
-        found["rope_parameters"] |= {
-            "rope_type": "longrope", "long_factor": long, "short_factor": short,
+        rope |= {
+            "rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original,
             "attention_factor": metadata.get_float("rope.scaling.attn_factor", 1.0),
         }  # fmt: skip
-    return found | {
-        "original_max_position_embeddings": metadata.get_int("rope.scaling.original_context_length", config["max_position_embeddings"])
-    }
+    return {"original_max_position_embeddings": original}
 
 
 def read_olmo2(metadata: GgufMetadata, config: Config) -> Config:
@@ -138,7 +150,7 @@ def read_cohere2(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_ernie(metadata: GgufMetadata, config: Config) -> Config:
-    return read_llama(metadata, config) | {"use_bias": metadata.has_qkv_bias()}
+    return read_llama(metadata, config) | {"use_bias": metadata.has_attention_bias()}
 
 
 def read_ernie_moe(metadata: GgufMetadata, config: Config) -> Config:
@@ -220,7 +232,7 @@ def read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
     return found | experts | {
         "moe_intermediate_size": metadata.get_int("expert_feed_forward_length", inner // n_chosen),
         "shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length", inner),
-        "qkv_bias": metadata.has_qkv_bias(), "mlp_only_layers": [], "decoder_sparse_step": 1,
+        "qkv_bias": metadata.has_attention_bias(), "mlp_only_layers": [], "decoder_sparse_step": 1,
     }  # fmt: skip
 
 
@@ -384,7 +396,7 @@ def _read_mistral4(metadata: GgufMetadata, found: Config) -> Config:
 def read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {
         "norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
-        "use_bias": metadata.has_qkv_bias(),
+        "use_bias": metadata.has_attention_bias(),
         "sliding_window": None,
     }
 

@@ -20,7 +20,7 @@ from ngramspec.models import header_limits, vocabulary
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_architectures import read_config
 from ngramspec.models.gguf_metadata import SLIDING
-from ngramspec.models.gguf_tensor_map import list_head_tensors, list_idle_tensors, map_tensors
+from ngramspec.models.gguf_tensor_map import add_zero_biases, list_head_tensors, list_idle_tensors, map_tensors
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.start_cache import (
     ROPE_FACTORS,
@@ -43,12 +43,15 @@ def derive(gguf: Gguf, folder: Path) -> None:
     _check_sizes(gguf, config)
     header_limits.check_sizes(config, str(gguf.path), [tensor.shape for tensor in gguf.tensors.values()])
     tokenizer = vocabulary.read_tokenizer(gguf)
-    generation: Any = empty_model(config, torch.float32).generation_config
+    model = empty_model(config, torch.float32)
+    names = map_tensors(gguf, config)
+    names |= add_zero_biases(names, [name for name, _ in model.named_parameters()])
+    generation: Any = model.generation_config
     generation.eos_token_id = sorted(vocabulary.end_token_ids_of(gguf))
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / TENSOR_NAMES).write_text(json.dumps(map_tensors(gguf, config)))
+    (folder / TENSOR_NAMES).write_text(json.dumps(names))
 
 
 def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorSource:

@@ -42,9 +42,12 @@ class GgufMetadata:
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
 
-    def has_qkv_bias(self) -> bool:
-        """Return whether queries, keys and values have biases in the first layer, in tensors of their own or in one."""
-        return any(self.has_tensor(f"blk.0.attn_{name}.bias") for name in ("q", "qkv"))
+    def has_attention_bias(self) -> bool:
+        """Return whether a projection of attention has a bias in the first layer. Those that the file lacks are zero."""
+        return any(self.has_tensor(f"blk.0.attn_{name}.bias") for name in ("q", "k", "v", "qkv", "output"))
+
+    def has_mlp_bias(self) -> bool:
+        return any(self.has_tensor(f"blk.0.ffn_{name}.bias") for name in ("gate", "up", "down"))
 
     def read_numbers(self, name: str, n: int) -> list[float]:
         """Read a tensor of n positive numbers. Raises UnsupportedModelError, ModelNotFoundError if the file is shorter."""
@@ -120,10 +123,11 @@ class GgufMetadata:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.get_float(base_key, FREQ_BASE)}
         factor = self.get_float("rope.scaling.factor", self.get_float("rope.scale_linear", 0.0))
         kind = self.get_text("rope.scaling.type", "linear")
-        if kind not in ("none", "linear", "yarn"):
-            raise self.make_refusal("rope.scaling.type", kind, "none, linear, yarn")
+        accepted = ("none", "linear", "yarn", *(["longrope"] if self.has_tensor(LONG_FACTORS) else []))
+        if kind not in accepted:
+            raise self.make_refusal("rope.scaling.type", kind, ", ".join(accepted))
         attention_factor = self.get_float("rope.scaling.attn_factor", 1.0)
-        if not scaled or kind == "none" or factor in (0.0, 1.0):
+        if not scaled or kind in ("none", "longrope") or factor in (0.0, 1.0):
             kind = "none"
         else:
             rope |= {"rope_type": kind, "factor": factor}

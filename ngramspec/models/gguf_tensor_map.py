@@ -6,6 +6,7 @@ A file and its config go in; out comes, for every parameter, which tensor it is 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ngramspec.models import qwen3_next
@@ -28,8 +29,8 @@ class TensorUse(NamedTuple):
 
     tensor: str
     rule: str = "same"
-    """One of `start_cache.RULES`, "interleaved", "halved", "repeated", "divided", "joined": the rows of `other` follow, "in turns":
-    outputs of `tensor` and `other` alternate, "joined heads", "head keys" or "head values": see `latent_weights`."""
+    """One of `start_cache.RULES`, "zeros", "interleaved", "halved", "repeated", "divided", "joined": the rows of `other` follow,
+    "in turns": outputs of `tensor` and `other` alternate, "joined heads", "head keys" or "head values": see `latent_weights`."""
     heads: int = 0
     """Heads of an interleaving rule or of latent attention, value heads per key head where those of keys are repeated, groups of rows
     that are divided, or heads of gates (`gated_heads`)."""
@@ -57,6 +58,12 @@ def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
         if tensor.name not in of_head and (found := _TENSOR.fullmatch(tensor.name)) is not None:
             uses.update(_map_tensor(row, config, tensor, found))
     return uses | _map_head(file, row, config, of_head)
+
+
+def add_zero_biases(uses: Mapping[str, TensorUse], parameters: Iterable[str]) -> dict[str, TensorUse]:
+    """Return uses of the biases among a model's parameters that the file lacks: they are zero, one for each row of the weight beside."""
+    lacking = {name: f"{name.removesuffix('.bias')}.weight" for name in parameters if name.endswith(".bias") and name not in uses}
+    return {name: uses[weight]._replace(rule="zeros") for name, weight in lacking.items() if weight in uses}
 
 
 def _map_head(file: Gguf, row: Architecture, config: Config, names: set[str]) -> dict[str, TensorUse]:

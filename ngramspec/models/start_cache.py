@@ -48,6 +48,7 @@ from ngramspec.models.tensor_source import (
     StoredTensor,
     TensorSource,
     WeightFile,
+    ZeroTensor,
     count_divided_rows,
     interleaved_rows,
 )
@@ -55,7 +56,7 @@ from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 8  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 9  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
@@ -304,6 +305,8 @@ def locate_heads(file: Gguf, files: dict[Path, WeightFile], names: dict[str, Ten
 def _locate_parameter(file: Gguf, files: dict[Path, WeightFile], name: str, use: TensorUse) -> StoredTensor:
     """Locate a parameter in the shape that its rule gives it. Raises UnsupportedModelError."""
     shape = file.tensors[use.tensor].shape
+    if use.rule == "zeros":
+        shape = shape[:1]
     if use.rule in ("head keys", "head values"):
         plain, n_keys = locate_tensor(file, files, file.tensors[use.tensor]), use.parts[0][1]
         if len(shape) != 2 or shape[0] % use.heads or shape[0] // use.heads <= n_keys:
@@ -351,6 +354,8 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
     if use.other:
         return _join_tensors(file, plain, locate_tensor(file, files, file.tensors[use.other]), use, shape)
     rule = use.rule
+    if rule == "zeros":
+        return ZeroTensor(kind="F32", shape=shape)
     if use.end:
         at = plain.offset + use.first * (plain.row_bytes if len(plain.shape) > 1 else plain.row_bytes // plain.shape[-1])
         plain = FileTensor(kind=plain.kind, shape=(use.end - use.first, *plain.shape[1:]), file=plain.file, offset=at)

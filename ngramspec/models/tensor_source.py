@@ -124,6 +124,14 @@ class ComputedTensor(StoredTensor):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ZeroTensor(StoredTensor):
+    """A bias that the file lacks."""
+
+    def rows(self, first: int, end: int) -> np.ndarray:
+        return np.zeros((end - first, self.row_bytes), np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RepeatedTensor(StoredTensor):
     """Rows of queries [n], keys [n] and values, with the first two n repeated `times` times each, one round after the other.
 
