@@ -225,13 +225,14 @@ class CpuRunner(LlamaRunner):
         slot, n = self.slot_for_tests(len(text.ids)), len(text.ids)
         got = Trace(wanted.layers)
         try:
-            batch = pack([Span(slot, text.ids, 0, logits=n)], self.pool, self.rows_per_item)
             decoder.begin_at(text.start)
             for layer in wanted.layers:
                 given = None if layer == wanted.layers[0] else wanted.inputs[str(layer)].numpy()  # the first begins with the embedding
+                n_logits = n if layer == wanted.layers[-1] else 0  # the head may be as large as five layers
+                batch = pack([Span(slot, text.ids, 0, logits=n_logits)], self.pool, self.rows_per_item)
                 output, logits = decoder.run_layer(layer, batch, self.pool, numba.get_num_threads(), given)
                 got.outputs[str(layer)] = torch.from_numpy(output)
-                got.logits = torch.from_numpy(logits[:, : wanted.logits.shape[1]].copy())
+            got.logits = torch.from_numpy(logits[:, : wanted.logits.shape[1]].copy())
         finally:
             decoder.begin_at(0)
             self.pool.release(slot)
