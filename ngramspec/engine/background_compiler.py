@@ -53,6 +53,7 @@ STAGES: dict[str, Callable[[CompiledFor], object]] = {
     "sampling": lambda _: sampler.warmup(),
     "verification": lambda _: verify.warmup(),
     "statistics": lambda _: draft_stats.warmup(),
+    "cost curve": lambda _: cost_model.compile_curve(),
     "cost": lambda _: cost_model.warmup(),
     "attention": lambda to: tiny_pass.compile_attention(to.kv_dtype),
     "modules": lambda _: tiny_pass.compile_modules(_code_folder()),
@@ -69,17 +70,18 @@ STAGES: dict[str, Callable[[CompiledFor], object]] = {
 }
 LOADING = ("packing", "kernels", "modules")  # stages that packing a model's weights needs
 _PASSES = (*LOADING, "attention", "pass arguments", "pass")
-PLAIN = (*_PASSES, "batches", "statistics", "cost")  # stages that a first token needs, if it is the likeliest one
+PLAIN = (*_PASSES, "batches", "statistics", "cost curve")  # stages that a first token needs, if it is the likeliest one
 SAMPLING = ("sampling", "verification")  # stages that any other choice of a token needs besides
 # Which child compiles which stages, in order.
 CHILDREN = (
-    ("pass arguments", "modules", "pass", "accepted paths", *SAMPLING, "learning", "native steps"),
-    ("batches", "attention", "packing", "kernels", "statistics", "cost", "draft state", "draft trees", "drafting", "native drafting"),
+    ("attention", "pass arguments", "batches", "pass", "accepted paths", *SAMPLING, "cost", "learning", "native steps"),
+    ("packing", "kernels", "modules", "statistics", "cost curve", "draft state", "draft trees", "drafting", "native drafting"),
 )
 # What a stage waits for: two children must not compile the same function.
 _NEEDS = {
-    "pass": ("batches", "attention"),
+    "pass": ("modules",),
     "draft state": ("pass",),
+    "cost": ("cost curve",),
     "learning": ("draft state",),
     "drafting": ("learning",),
     "native drafting": ("native steps",),

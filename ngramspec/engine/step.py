@@ -131,7 +131,8 @@ class Core:
         `meanwhile` is called while the pass is under way, or if there is none. Several steps are made only while `interrupt` [1] int64 is
         0; None: one step.
         """
-        self.timing.start_step()
+        if not self.lacks_code:  # passes beside a compiler take longer, and what learns from them is being compiled
+            self.timing.start_step()
         if self.prefixes is not None:
             self.prefixes.note_work()
         rows = self._schedule()

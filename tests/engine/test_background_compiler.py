@@ -116,6 +116,7 @@ def test_texts_are_the_same_when_speculation_joins(path: Path, temperature: floa
             def deliver(delta: Delta | Exception, engine: Engine = engine, tokens: list[int] = tokens, join_at: int = join_at) -> None:
                 assert isinstance(delta, Delta)
                 tokens += delta.token_ids
+                assert not engine.core.lacks_code or engine.core.cost.n_seen == 0, "learnt from passes beside a compiler"
                 if engine.core.lacks_code and len(tokens) >= join_at:  # this runs in the engine's thread
                     engine.core.begin_speculation()
 

@@ -38,6 +38,7 @@ from ngramspec.backends.cpu.llama_pass import (
     ACTIVATE,
     ACTIVATE_EXPERTS,
     ATTEND,
+    ATTENDED,
     EXPERTS,
     FUNCTIONS,
     GATE_ROW,
@@ -242,11 +243,9 @@ class LlamaDecoder:
             self._functions[MIXER] = find_address(run, 0, 0, self._shared)
         if self.options.latent:
             self._functions[MIXER] = find_address(run_latent, 0, 0, self._shared)
-            self._functions[ATTEND] = find_attention(self._model_of[0].keys[0].dtype)
         if any(layer.heads for layer in self.layers):
             self._functions[MIXER] = find_address(run_varied_attention, 0, 0, self._shared)
             self._functions[GATE_ROW] = find_address(copy_heads_row, 0, 0, self._shared)
-            self._functions[ATTEND] = find_attention(self._model_of[0].keys[0].dtype)
         if any(layer.end for layer in self.layers):
             self._functions[LAYER_END] = find_address(run_layer_end, 0, 0, self._shared)
         if self.options.gated or self.options.mamba:
@@ -281,6 +280,8 @@ class LlamaDecoder:
             variants = which, kv_layers, self._buffers.gates, *others, pool.states
             work = *self._buffers.arrays, self._buffers.pairs
             latent = self._latent, self._buffers.heads
+            own_heads = self.options.latent or any(layer.heads for layer in self.layers)  # they write elsewhere, without gaps between rows
+            self._functions[ATTEND] = find_attention(pool.all_keys.dtype, None if own_heads else self._buffers.arrays[ATTENDED])
             self._model, self._model_of = make_compiled_model(weights, (pool.all_keys, pool.all_values), work, variants, latent), of
         return self._model
 

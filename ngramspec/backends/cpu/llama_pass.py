@@ -15,7 +15,7 @@ from numba import types
 from numba.experimental import structref
 
 from ngramspec.backends.cpu import experts as moe
-from ngramspec.backends.cpu.attention import attend_piece, n_splits, rope_kv_row
+from ngramspec.backends.cpu.attention import n_splits, rope_kv_row
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
 from ngramspec.backends.cpu.llama_layers import (
@@ -58,6 +58,7 @@ _F = np.float32
 # MIXER computes layers without keys and values of one size for every head: recurrent ones, and latent attention.
 QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM, MIXER, GATE_ROW, ATTEND, LAYER_END, UNPACK_INPUTS = range(12)
 FUNCTIONS = 12
+ATTENDED = 8  # place of attention's results, [T, H, D], among the buffers of a pass
 PARTS = 22  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
 
@@ -424,10 +425,9 @@ def run_thread(thread, shared):
                 i = take_piece(state, part + 3, n_pieces)
                 if i >= n_pieces:
                     break
-                attend_piece(
-                    i, by_rows, by_heads, q, keys, values, heads, items, block_tables, positions, bases, paths, numbers[SCALE],
-                    windows[layer], numbers[SOFTCAP], sinks[layer] if sinks.shape[0] else no_sinks,
-                )  # fmt: skip
+                rows = items, block_tables, positions, bases, paths
+                of_layer = numbers[SCALE], windows[layer], numbers[SOFTCAP], sinks[layer] if sinks.shape[0] else no_sinks
+                call_compiled(functions[ATTEND], (i, by_rows, by_heads, q, keys, values, heads, *rows, *of_layer))
                 finish_piece(state, part + 3)
             wait_for_pieces(state, part + 3, n_pieces)
         gates = functions[GATE_ROW] != 0
