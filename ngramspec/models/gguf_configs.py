@@ -318,7 +318,7 @@ def read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
             FULL: metadata.get_rope(scaled=False) | {"rope_type": "proportional"},
             SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False),
         },
-        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 0.0) or None,
+        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 30.0) or None,
         "num_kv_shared_layers": n_shared, "use_double_wide_mlp": doubled,
         "hidden_size_per_layer_input": per_layer, "vocab_size_per_layer_input": config["vocab_size"],
         "enable_moe_block": has_experts, "num_experts": experts.get("num_experts"),
@@ -337,10 +337,9 @@ def _read_latent(metadata: GgufMetadata, config: Config) -> Config:
     if (kv := metadata.get_same("attention.head_count_kv", 1)) not in (1, n_heads):
         raise metadata.make_refusal("attention.head_count_kv", kv, f"1 or {n_heads}")
     rope = metadata.get_rope()
-    if rope["rope_type"] == "yarn":
+    if rope["rope_type"] == "yarn" and (multiplier := metadata.get_float("rope.scaling.yarn_log_multiplier", 0.0)):
         # Files state a tenth of DeepSeek's mscale_all_dim, and mscale is the same.
-        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * metadata.get_float("rope.scaling.yarn_log_multiplier", 0.0))
-        rope["attention_factor"] = 1.0
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * multiplier) | {"attention_factor": 1.0}
     return {
         "kv_lora_rank": metadata.get_int("attention.kv_lora_rank"), "q_lora_rank": metadata.get_int("attention.q_lora_rank", 0) or None,
         "qk_nope_head_dim": key - turned, "qk_rope_head_dim": turned, "v_head_dim": value, "head_dim": turned,
@@ -351,6 +350,14 @@ def _read_latent(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_deepseek2(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of a model with latent attention, of which Mistral Small 4 alone scales queries by their position."""
+    found = _read_deepseek2(metadata, config)
+    if (scale := metadata.get_float("attention.temperature_scale", 0.0)) and found["model_type"] != "mistral4":
+        raise metadata.make_refusal("attention.temperature_scale", scale, "0 for this choice of experts")
+    return found
+
+
+def _read_deepseek2(metadata: GgufMetadata, config: Config) -> Config:
     """Read the config of DeepSeek-V2 and what has its form. How experts are scored tells which of transformers' models it is: by sigmoid
     DeepSeek-V3 (GLM-4.7-Flash is the same), by softmax Mistral Small 4 if the weights of the chosen ones are divided by their sum.
     """

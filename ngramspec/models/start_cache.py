@@ -37,6 +37,7 @@ from ngramspec.models.gated_heads import GATES, JOINED, join_gates
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_tensor_map import TensorUse
 from ngramspec.models.head_parameters import HEAD
+from ngramspec.models.iq3_blocks import Iq3File
 from ngramspec.models.latent_weights import KEYS, VALUES, join_heads, split_heads
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.models.tensor_source import (
@@ -414,6 +415,8 @@ def _join_tensors(file: Gguf, gate: FileTensor, up: FileTensor, use: TensorUse, 
 
 def locate_tensor(file: Gguf, files: dict[Path, WeightFile], tensor: GgufTensor) -> FileTensor:
     """Return a tensor as it lies in its file. Raises UnsupportedModelError for a type that is not supported."""
+    if tensor.kind == "IQ3_S":
+        return FileTensor(kind="Q6_K", shape=tensor.shape, file=Iq3File(files[tensor.path], tensor.offset), offset=tensor.offset)
     if tensor.kind not in KINDS:
-        raise UnsupportedModelError(f"{file.path}: tensor {tensor.name} has type {tensor.kind}; accepted: {', '.join(KINDS)}")
+        raise UnsupportedModelError(f"{file.path}: tensor {tensor.name} has type {tensor.kind}; accepted: {', '.join(KINDS)}, IQ3_S")
     return FileTensor(kind=tensor.kind, shape=tensor.shape, file=files[tensor.path], offset=tensor.offset)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -82,7 +83,7 @@ class StoredTensor(ABC):
 class FileTensor(StoredTensor):
     """A tensor in a file, its rows one after the other."""
 
-    file: WeightFile
+    file: ReadableFile
     offset: int
     """Bytes before its first byte."""
     interleaved: int = 0
@@ -267,6 +268,15 @@ def interleaved_rows(rows: np.ndarray, n_rows: int, n_heads: int, n_halved: int 
     if n_halved:
         return rows - row + np.where(row < n_halved, row % 2 * half + row // 2, row)
     return head * 2 * half + row % half * 2 + row // half
+
+
+class ReadableFile(Protocol):
+    """What tensors read."""
+
+    path: Path
+
+    def read_into(self, rows: np.ndarray, offset: int) -> None:
+        """Fill an array with the bytes from `offset` on. Raises ModelNotFoundError if the file ends before, or cannot be read."""
 
 
 class WeightFile:

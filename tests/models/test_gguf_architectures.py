@@ -175,6 +175,7 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("deepseek2", {"attention__head_count_kv": 2}, r"deepseek2.attention.head_count_kv is 2.*1 or 4"),
         ("deepseek2", {"expert_group_count": 3}, r"deepseek2.expert_group_count is 3"),
         ("deepseek2, groups", {"expert_group_used_count": 1}, r"deepseek2.expert_group_count is 4.*with enough experts"),
+        ("deepseek2", {"attention__temperature_scale": 0.1}, r"deepseek2.attention.temperature_scale is 0.1.*accepted: 0"),
         ("mistral4", {"attention__temperature_length": 8}, r"mistral4.attention.temperature_length is 8.*accepted: 16"),
         ("lfm2", {"attention__causal": False}, r"lfm2.attention.causal is False"),
         ("llama", {"embedding_length": [64] * 5000}, "array of 5000 values|is an array"),
@@ -232,6 +233,13 @@ def test_an_array_of_one_value_for_all_layers(tmp_path: Path) -> None:
         read_config(gguf.read(write_changed(tmp_path / "model.gguf", "llama", attention__head_count_kv=[2] * 8)))["num_key_value_heads"]
         == 2
     )
+
+
+def test_latent_attention_without_yarns_multiplier_has_its_usual_factor(tmp_path: Path) -> None:
+    """llama.cpp applies the factor to scores as well, transformers does not."""
+    path = write_changed(tmp_path / "model.gguf", "deepseek2", rope__scaling__yarn_log_multiplier=0.0)
+    model = open_model(str(path), cache_dir=tmp_path / "cache").model
+    assert model.base_model.rotary_emb.attention_scaling == pytest.approx(1 + 0.1 * np.log(4))
 
 
 def test_a_projector_is_named(tmp_path: Path) -> None:
