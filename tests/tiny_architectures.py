@@ -247,6 +247,11 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         "bailingmoe2", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _HEAD_NORMS | _OUT | _GATED | _BESIDE | _CORRECTION,
         _GLM4_MOE_KEYS | {"expert_group_count": 4, "expert_group_used_count": 2, "expert_shared_feed_forward_length": _WIDTH}, True,
     ),
+    "exaone-moe": (
+        "exaone-moe", _PRE | _SPLIT | _HEAD_NORMS | _OUT | _GATED | _EXPERTS | _ONE_BESIDE | _CORRECTION,
+        {key: value for key, value in _GLM4_MOE_KEYS.items() if key != "rope.dimension_count"} | _SWA
+        | {"expert_shared_count": 1, "attention.sliding_window_pattern": _LAST_IS_FULL}, True,
+    ),
     "dots1": (
         "dots1",
         _PRE | _SPLIT | {f"attn_{name}.weight": (_Q, HIDDEN) for name in "kv"} | _HEAD_NORMS | _OUT | _GATED | _BESIDE | _CORRECTION,
@@ -481,7 +486,7 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
-    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe", "afmoe"):
+    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe", "afmoe", "exaone-moe"):
         others = _BESIDE | _CORRECTION if i < keys["leading_dense_block_count"] else _GATED
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
     if architecture.startswith("nemotron_h"):

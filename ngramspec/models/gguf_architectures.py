@@ -210,6 +210,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "exaone": Architecture(model_type="llama", layer=_LLAMA, configure=configs.read_llama),
     "exaone4": Architecture(model_type="exaone4", layer=_OLMO2, configure=configs.read_exaone4),
+    "exaone-moe": Architecture(model_type="exaone_moe", layer=_GLM4_MOE, configure=configs.read_exaone_moe),
     "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=configs.read_gemma),
     "gemma2": Architecture(model_type="gemma2", layer=_SANDWICH, rules=_SHIFTED, configure=configs.read_gemma2),
     "gemma3": Architecture(model_type="gemma3_text", layer=_SANDWICH | _HEAD_NORMS, rules=_SHIFTED, configure=configs.read_gemma3),

@@ -135,6 +135,16 @@ def read_exaone4(metadata: GgufMetadata, config: Config) -> Config:
     return found
 
 
+def read_exaone_moe(metadata: GgufMetadata, config: Config) -> Config:
+    experts = read_grouped_experts(metadata, metadata.is_stated("expert_weights_norm", True), SIGMOID)
+    n_dense = metadata.get_int("leading_dense_block_count", 0)
+    return read_llama(metadata, config) | experts | {
+        "num_experts": experts.pop("n_routed_experts"), "num_shared_experts": experts.pop("n_shared_experts"),
+        "mlp_layer_types": ["dense" if i < n_dense else "sparse" for i in range(metadata.n_layers)],
+        "sliding_window": read_window(metadata), "layer_types": metadata.get_layer_types(4),
+    }  # fmt: skip
+
+
 def read_cohere(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {
         "logit_scale": metadata.get_float("logit_scale", 1.0),
