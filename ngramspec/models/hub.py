@@ -20,6 +20,7 @@ GGUF_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?::(?P<tag>[\w.-]
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-\d{5}\.gguf", re.IGNORECASE)
 # Quantisations of which a repository's file is meant by a name without one, the first that is there; llama.cpp's begins alike.
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
+HUB_S = 10.0  # seconds for the hub to say which files a repository has; its client's default is to wait on
 # Words in names of files that are no language models by themselves: projectors of images and sound, importance matrices.
 _BESIDE = ("mmproj", "imatrix")
 
@@ -70,12 +71,19 @@ def select_files(wanted: GgufName, files: list[str]) -> list[str]:
 
 def list_files(wanted: GgufName) -> list[str]:
     """Return the files that a name means, from the hub's list or, without a connection, the cache. Raises ModelNotFoundError."""
+    return _find_files(wanted)[0]
+
+
+def _find_files(wanted: GgufName) -> tuple[list[str], bool]:
+    """Return the files that a name means, and whether they are from the cache, since the hub could not be asked."""
     import huggingface_hub
     from huggingface_hub import errors as hub_errors
 
     with _translate_errors(wanted.name):
         try:
-            files = huggingface_hub.HfApi().list_repo_files(wanted.name)
+            # Asked once: `list_repo_files` tries again for 23 seconds if there is no connection.
+            about = huggingface_hub.HfApi().model_info(wanted.name, timeout=HUB_S)
+            files = [each.rfilename for each in about.siblings or ()]
         except (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError):
             raise
         except Exception:
@@ -83,11 +91,11 @@ def list_files(wanted: GgufName) -> list[str]:
             try:
                 folder = Path(huggingface_hub.snapshot_download(wanted.name, local_files_only=True))
                 files = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
-                return select_files(wanted, files)
+                return select_files(wanted, files), True
             except (hub_errors.LocalEntryNotFoundError, ModelNotFoundError):
                 pass  # what the hub said matters
             raise
-    return select_files(wanted, files)
+    return select_files(wanted, files), False
 
 
 def download_gguf(wanted: GgufName, progress: Progress | None = None) -> Path:
@@ -97,9 +105,11 @@ def download_gguf(wanted: GgufName, progress: Progress | None = None) -> Path:
     report = progress or (lambda message: None)
     report(f"looking up {wanted} on the hub")
     paths = []
-    for file in list_files(wanted):
+    files, is_offline = _find_files(wanted)
+    for file in files:
         with _translate_errors(wanted.name):
-            paths.append(huggingface_hub.hf_hub_download(wanted.name, file, tqdm_class=_make_reporter(file, report)))
+            bar = _make_reporter(file, report)
+            paths.append(huggingface_hub.hf_hub_download(wanted.name, file, tqdm_class=bar, local_files_only=is_offline))
     return Path(paths[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -79,7 +80,8 @@ def test_what_names_no_repository_is_told(name: str) -> None:
 
 def test_all_parts_are_fetched_and_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[str] = []
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name: FILES)
+    about = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in FILES])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: about)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **_: fetched.append(file) or f"/cache/{name}/{file}")
     assert hub_file.fetch_file("org/name:Q8_0") == Path("/cache/org/name") / FILES[2]
     assert fetched == FILES[2:4]
@@ -94,9 +96,13 @@ def test_without_a_connection_the_cache_is_used(monkeypatch: pytest.MonkeyPatch,
             raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    def download_cached(name: str, file: str, *, local_files_only: bool, **_: Any) -> str:
+        assert local_files_only, "the client would ask the hub again, for as long"
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", find_cached)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **_: str(tmp_path / file))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download_cached)
     (tmp_path / FILES[1]).touch()
     assert hub_file.fetch_file("org/cached") == tmp_path / FILES[1]
     with pytest.raises(ModelNotFoundError, match="Name or service not known"):
