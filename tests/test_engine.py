@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from test_exact import Oracle, prompts
 
 from ngramspec.engine import sequence
 from ngramspec.engine.llm_engine import Engine, Stream
-from ngramspec.errors import CallbackError, EngineClosedError, InvalidInputError, PromptTooLongError, TokenizerError
+from ngramspec.errors import CallbackError, EngineClosedError, InvalidInputError, ModelNotFoundError, PromptTooLongError, TokenizerError
 from ngramspec.outputs import Delta
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative.base import Candidates
@@ -412,8 +413,26 @@ def test_what_is_no_model_is_a_typed_error(model: Any) -> None:
         Engine(model)
 
 
-@pytest.mark.parametrize("given", [{"datastore": 5}, {"datastore": [5]}, {"drafters": ["lookahead"]}, {"alone": "lookahead"}])
-def test_what_is_no_source_of_drafts_is_a_typed_error(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_no_model(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # pathlib takes an empty path for the working folder, here one with a model
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="must not be empty"):
+        Engine(name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"datastore": 5},
+        {"datastore": [5]},
+        {"drafters": ["lookahead"]},
+        {"alone": "lookahead"},
+        {"tokenizer": 5},
+        {"tokenizer": "lookahead"},
+    ],
+)
+def test_what_is_no_part_of_an_engine_is_a_typed_error(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"must be .*, got (5|'lookahead')"):
         Engine("no-model", **given)
 

@@ -96,6 +96,9 @@ class Engine:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(model, str) and not hasattr(model, "state_dict"):
             raise InvalidInputError(f"model must be a folder, a GGUF file, a hub name or a loaded model of transformers, got {model!r:.80}")
+        if not (tokenizer is None or callable(tokenizer)) or isinstance(tokenizer, type):
+            hint = "; a Tokenizer of tokenizers becomes one by PreTrainedTokenizerFast(tokenizer_object=…)"
+            raise InvalidInputError(f"tokenizer must be a loaded tokenizer of transformers, got {tokenizer!r:.80}{hint}")
         self.config = config = config or EngineConfig(**options)
         if wrong := [each for each in [*drafters, *([] if alone is None else [alone])] if not hasattr(each, "observe")]:
             raise InvalidInputError(f"a drafter must be an object with the methods of `speculative.base.Drafter`, got {wrong[0]!r:.80}")

@@ -47,6 +47,8 @@ def resolve(spec: str) -> Path | str:
     if spec == "smollm2":
         return smollm2_gguf()
     path = Path(spec).expanduser()
+    if not spec.strip():  # which pathlib takes for the working folder
+        raise ModelNotFoundError(f"a model's name must not be empty; accepted: {ACCEPTED}")
     if path.is_dir():
         if (path / "config.json").is_file():
             return path
