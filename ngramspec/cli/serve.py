@@ -326,6 +326,7 @@ def _make_settings(**given: Any) -> ServerSettings:
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
+    from ngramspec.server.field_errors import describe_field_error
     from ngramspec.server.settings import ServerSettings
 
     for name, value in given.items():
@@ -335,7 +336,7 @@ def _make_settings(**given: Any) -> ServerSettings:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))  # values are not repeated: they may be keys
-        reason = first["msg"].removeprefix("Value error, ")  # pydantic's words before those of our own checks
+        reason = describe_field_error(first)
         raise BadInputError(f"{place}: {reason}" if place else reason) from None
     except SettingsError as error:
         raise BadInputError(str(error)) from None

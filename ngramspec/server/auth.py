@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from ngramspec.server import logs
 from ngramspec.server.error_responses import ApiError
+from ngramspec.server.field_errors import describe_field_error
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import Key, ServerSettings
 
@@ -111,7 +112,7 @@ class Keyring:
         try:
             self._set_keys(self._settings.load_keys())
         except ValueError as error:
-            first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)  # which holds no key
+            first = describe_field_error(error.errors()[0]) if isinstance(error, ValidationError) else str(error)  # which holds no key
             logs.event("keys", f"the file of keys has changed and cannot be used, the keys before still hold: {first}")
         else:
             logs.event("keys", f"the file of keys has changed: {len(self._keys)} keys hold now")

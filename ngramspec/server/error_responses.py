@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from ngramspec.errors import EngineClosedError, InvalidInputError, NgramspecError, OutOfMemoryError, PromptTooLongError
+from ngramspec.server.field_errors import describe_field_error
 
 INVALID = "invalid_request_error"
 CLIENT_GONE = 499
@@ -250,14 +251,19 @@ def make_validation_error(errors: Sequence[Any]) -> ApiError:
 
     Values of the request are not repeated: they may be long, or secret.
     """
-    told = []
-    for error in errors[:_SHOWN]:
-        name = _name_location(error.get("loc", ())) or "the body"
-        told.append(f"{name}: {_PLAIN.get(error.get('type'), error['msg'])}")
-    if len(errors) > _SHOWN:
-        told.append(f"and {len(errors) - _SHOWN} more")
-    first = _name_location(errors[0].get("loc", ())) if errors else ""
-    code = errors[0].get("type") if errors else None  # pydantic's, such as missing or less_than_equal, as vLLM has it in its messages
+    wrong: dict[str, list[str]] = {}  # by name; if several types are taken, each says why it was none
+    for error in errors:
+        reasons = wrong.setdefault(_name_location(error.get("loc", ())), [])
+        if (reason := describe_field_error(error)) not in reasons:
+            reasons.append(reason)
+    # A field in which something is wrong has the type in which that is.
+    named = {name: reasons for name, reasons in wrong.items() if not any(each.startswith((f"{name}.", f"{name}[")) for each in wrong)}
+    told = [f"{name or 'the body'}: {' or '.join(reasons).replace(' or must be ', ' or ')}" for name, reasons in named.items()]
+    if len(told) > _SHOWN:
+        told[_SHOWN:] = [f"and {len(told) - _SHOWN} more"]
+    first = next(iter(named), "")
+    kinds = (error.get("type") for error in errors if _name_location(error.get("loc", ())) == first)
+    code = next(kinds, None)  # pydantic's, such as missing or less_than_equal, as vLLM has it in its messages
     return ApiError(400, "; ".join(told) or "the request is not valid", param=first or None, code=code)
 
 
@@ -269,17 +275,7 @@ def _name_location(location: Sequence[str | int]) -> str:
             name += f"[{part}]"
         elif re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in _BRANCHES:
             name += f".{part}" if name else part
-        else:
-            break
     return name
 
-
-_PLAIN = {  # what pydantic says in its own terms, by the type of its error
-    "missing": "is missing",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-    "dict_type": "must be an object",
-    "dict_attributes_type": "must be an object",
-}
 
 _BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none"}

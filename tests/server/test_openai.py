@@ -767,3 +767,23 @@ def test_an_answer_through_the_asynchronous_client(server: Any, engine: Engine, 
 
     expected = engine.complete(rendered(engine, MESSAGES), SamplingParams(max_tokens=20, ignore_eos=True)).text
     assert asyncio.run(ask()) == (expected, expected)
+
+
+HELLO = [{"role": "user", "content": "a"}]
+WORDED = [  # route, body, and all that is said of it
+    ("/v1/chat/completions", {"messages": HELLO, "temperature": "x"}, "temperature: must be a number"),
+    ("/v1/chat/completions", {"messages": HELLO, "n": 0}, "n: must be at least 1"),
+    ("/v1/chat/completions", {"messages": HELLO, "stop": 5}, "stop: must be a string or a list"),
+    ("/v1/chat/completions", {"messages": []}, "messages: must have 1 or more entries, has 0"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type: is missing"),
+    ("/v1/responses", {"input": []}, "input: must be a string or must have 1 or more entries, has 0"),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 1.5}, "max_tokens: must be an integer"),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "tool_choice": {"type": "x"}},
+     "tool_choice.type: must be 'auto', 'any', 'tool' or 'none'"),
+    ("/v1/completions", [], "the body: must be an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "said"), WORDED)
+def test_what_is_wrong_is_said_in_plain_words(client: httpx.Client, route: str, body: Any, said: str) -> None:
+    assert client.post(route, json=body).json()["error"]["message"] == said
