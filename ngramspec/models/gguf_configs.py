@@ -20,8 +20,10 @@ def read_common(metadata: GgufMetadata, config: Config) -> Config:
     }
 
 
-def read_window(metadata: GgufMetadata, default: int | None = None) -> int:
-    """Read the window of an architecture that always has one."""
+def read_window(metadata: GgufMetadata, default: int | None = None, *, same_angles: bool = True) -> int:
+    """Read the window of an architecture that always has one. `same_angles`: its layers with windows have the angles of the others."""
+    if same_angles:
+        refuse_other_base(metadata)
     if (window := metadata.get_int("attention.sliding_window", default)) < 1:
         raise metadata.make_refusal("attention.sliding_window", window, "1 and more")
     return window
@@ -121,8 +123,8 @@ def read_olmo2(metadata: GgufMetadata, config: Config) -> Config:
     found = read_llama(metadata, config)
     if found["rope_parameters"]["rope_type"] == "yarn" and metadata.has_key("rope.scaling.attn_factor"):
         found["rope_parameters"]["attention_factor"] = metadata.get_float("rope.scaling.attn_factor")
-    if window := metadata.get_int("attention.sliding_window", 0):
-        refuse_other_base(metadata)
+    if metadata.get_int("attention.sliding_window", 0):
+        window = read_window(metadata)
         rope = {FULL: found["rope_parameters"], SLIDING: metadata.get_rope(scaled=False)}
         found |= {"model_type": "olmo3", "sliding_window": window, "layer_types": metadata.get_layer_types(4), "rope_parameters": rope}
     return found
@@ -130,8 +132,8 @@ def read_olmo2(metadata: GgufMetadata, config: Config) -> Config:
 
 def read_exaone4(metadata: GgufMetadata, config: Config) -> Config:
     found = read_llama(metadata, config) | {"sliding_window": None, "layer_types": [FULL] * metadata.n_layers}
-    if window := metadata.get_int("attention.sliding_window", 4096 if metadata.n_layers == 64 else 0):
-        found |= {"sliding_window": window, "layer_types": metadata.get_layer_types(4)}
+    if metadata.get_int("attention.sliding_window", default := 4096 if metadata.n_layers == 64 else 0):
+        found |= {"sliding_window": read_window(metadata, default), "layer_types": metadata.get_layer_types(4)}
     return found
 
 
@@ -253,7 +255,6 @@ def read_qwen3moe(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_gpt_oss(metadata: GgufMetadata, config: Config) -> Config:
-    refuse_other_base(metadata)
     experts = read_experts(metadata, normalise=True, scoring=SOFTMAX_OF_CHOSEN)
     return read_llama(metadata, config) | {
         "intermediate_size": metadata.get_same("expert_feed_forward_length"),
@@ -267,7 +268,6 @@ def read_gemma(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_gemma2(metadata: GgufMetadata, config: Config) -> Config:
-    refuse_other_base(metadata)
     is_27b = metadata.n_layers == 46  # as llama.cpp tells it
     return read_gemma(metadata, config) | {
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
@@ -323,7 +323,7 @@ def read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
             str(i): {"head_dim": wide, "num_key_value_heads": n} for i, (n, each) in enumerate(of_layers) if each
         },
         "attention_k_eq_v": not metadata.has_tensor(f"blk.{first_global}.attn_v.weight"),
-        "layer_types": types, "sliding_window": read_window(metadata),
+        "layer_types": types, "sliding_window": read_window(metadata, same_angles=False),
         "rope_parameters": {
             FULL: metadata.get_rope(scaled=False) | {"rope_type": "proportional"},
             SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False),

@@ -142,6 +142,10 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("phi3", {"rope__scaling__type": "longrope"}, r"phi3.rope.scaling.type is 'longrope'.* accepted: none, linear, yarn"),
         ("llama", {"rope__scaling__attn_factor": 1.3}, r"llama.rope.scaling.attn_factor is 1.29.* accepted: 1 without YaRN"),
         ("gemma2", {"rope__freq_base_swa": 500.0}, r"gemma2.rope.freq_base_swa is 500.0 .*accepted: 10000.0"),
+        *(
+            (case, {"rope__freq_base_swa": 500.0, "attention__sliding_window": 8}, r"freq_base_swa is 500.0 .*accepted: 10000.0")
+            for case in ("afmoe", "cohere2", "exaone4", "exaone-moe", "gpt-oss", "olmo3")
+        ),
         ("gemma3", {"attention__sliding_window_pattern": [True]}, r"gemma3.attention.sliding_window_pattern is \[True\]"),
         (
             "gemma4",
