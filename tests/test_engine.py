@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import pickle
 import select
 import signal
 import threading
@@ -435,6 +437,12 @@ def test_an_empty_name_is_no_model(name: str, monkeypatch: pytest.MonkeyPatch, t
 def test_what_is_no_part_of_an_engine_is_a_typed_error(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"must be .*, got (5|'lookahead')"):
         Engine("no-model", **given)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_neither_copied_nor_pickled(rig: tuple[Engine, Perfect], duplicate: Callable[[Engine], object]) -> None:
+    with pytest.raises(TypeError, match="make one in each process"):
+        duplicate(rig[0])
 
 
 def test_a_text_is_no_list_of_token_ids(rig: tuple[Engine, Perfect]) -> None:

@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, Unpack, overload
 
 import numpy as np
 
@@ -155,6 +155,10 @@ class Engine:
         def __call__(self, *_: Any, **__: Any) -> Any:
             """Explain what to call."""
             raise TypeError("an Engine is not called itself; use complete(prompt, max_tokens=64), chat(messages) or infill(prefix, suffix)")
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles."""
+        raise TypeError("an Engine cannot be copied or pickled: its model and its thread belong to this process; make one in each process")
 
     def __repr__(self) -> str:
         if "exactness" not in self.__dict__:
