@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import os
 import pickle
 import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -339,6 +341,40 @@ def test_closing() -> None:
     with pytest.raises(EngineClosedError):
         engine.complete([1, 2, 3])
     assert engine.status().waiting == 0
+
+
+def test_a_closed_engine_leaves_no_memory() -> None:
+    gc.collect()
+    gc.disable()  # which would look for objects that refer to each other
+    try:
+        with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=120) as engine:
+            assert engine.complete(PROMPT, LONG).token_ids
+        runner = weakref.ref(engine.runner)
+        assert engine.status().passes
+        del engine
+        assert runner() is None
+    finally:
+        gc.enable()
+
+
+def test_an_engine_that_nobody_refers_to_ends_when_its_requests_have() -> None:
+    def find_threads() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name in ("ngramspec-engine", "ngramspec-pass")}
+
+    before = find_threads()
+    engine = Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=120)
+    expected = engine.complete(PROMPT, LONG).token_ids
+    seen, runner = weakref.ref(engine), weakref.ref(engine.runner)
+    future, stream = engine.submit(PROMPT, LONG), engine.stream(PROMPT, LONG)
+    del engine
+    assert seen() is None
+    assert [token for delta in stream for token in delta.token_ids] == future.result().token_ids == expected
+    del stream, future
+    until = time.monotonic() + 20
+    while (runner() is not None or find_threads() - before) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not find_threads() - before
+    assert runner() is None, "the model's memory is kept"
 
 
 def test_no_tokenizer() -> None:

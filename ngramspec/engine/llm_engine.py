@@ -13,6 +13,7 @@ import os
 import queue
 import secrets
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, Unpack, overload
@@ -133,6 +134,7 @@ class Engine:
         self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
         self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
         self._code = bound.code
+        weakref.finalize(self, _release, self._thread, self._code, self._grammars).atexit = False
         self._speculates = threading.Event()  # set once nothing is being compiled
         if self._code is None:
             self._speculates.set()
@@ -831,6 +833,14 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _release(thread: StepThread, code: BackgroundCompiler | None, grammars: Grammars) -> None:
+    """End what an engine has started that nobody refers to any more and nobody closed; requests under way are finished."""
+    thread.abandon()
+    if code is not None:
+        code.close()
+    grammars.close()
 
 
 def _is_several(prompt: Any) -> bool:

@@ -9,6 +9,7 @@ on how a sequence was cut into passes.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -45,8 +46,6 @@ class Scheduler:
         self.slots = list(range(len(tables.n_blocks_of) - 1, -1, -1))
         self.has_room: Callable[[list[int]], bool] = lambda n_tokens: True
         """Whether drafters that keep KV of their own have room for new sequences of these lengths."""
-        self.limit_rows: Callable[[int], int] = lambda n_decoding: max_rows
-        """The most rows of a pass with parts of prompts, given the number of sequences that decode in it."""
         self.admits = True
         """Whether new sequences may join those that run: not until a pass fits into memory again."""
         self.n_preempted = 0
@@ -88,10 +87,13 @@ class Scheduler:
         self.n_preempted += 1
         return self._release(seq)
 
-    def schedule(self, prefixes: PrefixStore | None = None) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
+    def schedule(
+        self, prefixes: PrefixStore | None = None, limit_rows: Callable[[int], int] = lambda n_decoding: sys.maxsize
+    ) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
         """Return (rows for this step, sequences that were admitted, slots of sequences that were preempted).
 
-        `prefixes`: brings blocks back into the prefix cache that were kept on disk.
+        `prefixes`: brings blocks back into the prefix cache that were kept on disk. `limit_rows`: returns the most rows of a pass with
+        parts of prompts, given the number of sequences that decode in it.
         """
         preempted: list[int] = []
         work: list[ScheduledRows] = []
@@ -106,7 +108,7 @@ class Scheduler:
                     break
             if seq.slot >= 0:
                 work.append(ScheduledRows(seq, 1))
-        left = (min(self.max_rows, self.limit_rows(len(work))) if work else self.max_rows) - len(work)
+        left = (min(self.max_rows, limit_rows(len(work))) if work else self.max_rows) - len(work)
         prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
         admitted = self._admit_waiting(prefixes) if left > 0 and not preempted and (self.admits or not self.running) else []
         return work + _share_rows([*prompts, *admitted], left), admitted, preempted

@@ -84,7 +84,7 @@ class Core:
         self.runner.keep_candidates(speculator.needs_topk)
         speculator.bind(self.runner)
         self.speculator = speculator
-        self.scheduler.has_room, self.scheduler.limit_rows = speculator.has_room, self._limit_rows
+        self.scheduler.has_room = speculator.has_room
         self._observers = Observers(speculator, self.runner.pool)
         self.native_steps = NativeSteps(self.runner, speculator, self._observers)
 
@@ -220,7 +220,7 @@ class Core:
 
     def _schedule(self) -> list[ScheduledRows]:
         """Schedule the step and notify the speculator of admitted and preempted sequences."""
-        rows, admitted, preempted = self.scheduler.schedule(self.prefixes)
+        rows, admitted, preempted = self.scheduler.schedule(self.prefixes, self._limit_rows)
         for slot in preempted:
             self.speculator.end(slot)
         for seq in admitted:

@@ -43,7 +43,7 @@ class StepThread:
         self._wake = threading.Condition()
         self._interrupt = np.zeros(1, np.int64)
         """1 where the thread is wanted before it goes on."""
-        self._closed = False
+        self._closed = self._abandoned = self._ended = False
         self._process = os.getpid()
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, ready), name="ngramspec-engine", daemon=True)
@@ -125,6 +125,14 @@ class StepThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def abandon(self) -> None:
+        """Stop once no request is under way, and free the model: nobody can make another request. Waits for nothing."""
+        with self._wake:
+            self._abandoned = True
+            self._wake.notify()
+            if self._ended:
+                del self.core
+
     def fail(self, seq: Sequence, error: Exception) -> None:
         """End the request of a sequence that met an error. In the thread itself."""
         self._fail(self._request_of[seq], error)
@@ -185,11 +193,17 @@ class StepThread:
                 self._end(request, error)
             for call in list(self._calls):
                 call.set_exception(error)
+            with self._wake:
+                self._ended = True
+                if self._abandoned:  # the core refers to this object: without end, its memory would wait for a garbage collection
+                    del self.core
 
     def _wait(self) -> bool:
         """Wait until there is something to do, and do what was posted; False if the engine is closed."""
         with self._wake:
             while not (self._inbox or self.core.scheduler.has_work or self._closed):
+                if self._abandoned:
+                    return False
                 idle_after_s = None if self.core.prefixes is None else self.core.prefixes.idle_after_s
                 if not self._wake.wait(idle_after_s):
                     break

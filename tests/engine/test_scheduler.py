@@ -190,14 +190,17 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 def test_who_decodes_does_not_wait_long_for_a_prompt() -> None:
     tables = BlockTables(64, 4, 40 * BLOCK)
     scheduler = Scheduler(tables, 4 * BLOCK)
-    scheduler.limit_rows = lambda n_decoding: n_decoding + BLOCK
+
+    def schedule() -> list[ScheduledRows]:
+        return scheduler.schedule(limit_rows=lambda n_decoding: n_decoding + BLOCK)[0]
+
     first, long = sequence(2, 5), sequence(30 * BLOCK, 5, max_len=40 * BLOCK)
     scheduler.add(first)
-    compute(scheduler.schedule()[0], tables)
+    compute(schedule(), tables)
     scheduler.add(long)
-    assert {w.seq: w.n_rows for w in scheduler.schedule()[0]} == {first: 1, long: BLOCK}
+    assert {w.seq: w.n_rows for w in schedule()} == {first: 1, long: BLOCK}
     scheduler.remove(first)
-    assert {w.seq: w.n_rows for w in scheduler.schedule()[0]} == {long: 4 * BLOCK}
+    assert {w.seq: w.n_rows for w in schedule()} == {long: 4 * BLOCK}
 
 
 def test_a_prompt_that_is_being_computed_is_not_computed_twice() -> None:
