@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ngramspec.errors import ModelNotFoundError
+from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
 
 # Supported kinds by GGML's name: (weights per quant block, bytes per quant block).
 KINDS: dict[str, tuple[int, int]] = {
@@ -198,6 +198,13 @@ class Q8Tensor(StoredTensor):
         return quants.quantize(self.stored.values(first, end), GGMLQuantizationType.Q8_0)
 
 
+class _MissingTensorError(UnsupportedModelError, KeyError):
+    """A tensor that a model needs and its files lack; a KeyError, too, as `in` and `get` of a mapping expect it."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class TensorSource(Mapping[str, StoredTensor]):
     """A model's parameters by their names in transformers' model; tied ones have several."""
 
@@ -207,7 +214,10 @@ class TensorSource(Mapping[str, StoredTensor]):
         """Bytes of all tensors, as they lie in the files."""
 
     def __getitem__(self, name: str) -> StoredTensor:
-        return self._stored[name]
+        try:
+            return self._stored[name]
+        except KeyError:
+            raise _MissingTensorError(f"the model's files have no {name}, which its architecture needs") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
