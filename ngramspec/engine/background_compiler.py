@@ -74,12 +74,12 @@ PLAIN = (*_PASSES, "batches", "statistics", "cost curve")  # stages that a first
 SAMPLING = ("sampling", "verification")  # stages that any other choice of a token needs besides
 # Which child compiles which stages, in order.
 CHILDREN = (
-    ("attention", "pass arguments", "batches", "pass", "accepted paths", *SAMPLING, "cost", "learning", "native steps"),
-    ("packing", "kernels", "modules", "statistics", "cost curve", "draft state", "draft trees", "drafting", "native drafting"),
+    ("attention", "pass arguments", "pass", "accepted paths", *SAMPLING, "cost", "learning", "native steps"),
+    ("packing", "kernels", "batches", "modules", "statistics", "cost curve", "draft state", "draft trees", "drafting", "native drafting"),
 )
-# What a stage waits for: two children must not compile the same function.
+# What a stage waits for: two children must not compile the same functions, but for some small ones.
 _NEEDS = {
-    "pass": ("modules",),
+    "pass": ("batches",),
     "draft state": ("pass",),
     "cost": ("cost curve",),
     "learning": ("draft state",),
