@@ -422,8 +422,8 @@ def _run_server(
 
     try:
         repositories = Repositories(paths, cache_dir() / "stores", with_installed=with_installed, max_files=max_files)
-        has_loaded = run(make_engine, settings, repositories, ready)
+        is_loading = run(make_engine, settings, repositories, ready)
     finally:
         log.stop()
-    if not has_loaded:
+    if is_loading:
         os._exit(0)  # Python's finalisation would stop the thread that loads anywhere, and extension modules would report what it holds

@@ -48,7 +48,7 @@ def resolve(spec: str) -> Path | str:
         return smollm2_gguf()
     path = Path(spec).expanduser()
     if not spec.strip():  # which pathlib takes for the working folder
-        raise ModelNotFoundError(f"a model's name must not be empty; accepted: {ACCEPTED}")
+        raise ModelNotFoundError(f"a model's name must not be empty, got {spec!r}; accepted: {ACCEPTED}")
     if path.is_dir():
         if (path / "config.json").is_file():
             return path

@@ -302,7 +302,7 @@ def run(
 ) -> bool:
     """Serve until a signal ends it. `ready` is called with the server's address once it takes work.
 
-    Returns false if a thread still loads the model: the interpreter should not be finalised under it.
+    Returns whether a thread still loads the model: the interpreter should not be finalised under it.
 
     Raises OSError where the address cannot be had, and what `make_engine` raises.
     """
@@ -345,7 +345,7 @@ def run(
             each.close()
         else:
             raise each
-    return bool(loaded)
+    return not loaded
 
 
 def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:

@@ -418,7 +418,7 @@ def test_what_speculation_did(editor: httpx.Client) -> None:
         ("/completion", {"top_p": -0.1}, "top_p"),
         ("/completion", {"seed": 2**64}, "seed"),
         ("/completion", {"logit_bias": [[97, True]]}, "logit_bias"),
-        ("/completion", {"logit_bias": [[97]]}, "logit_bias"),
+        ("/completion", {"logit_bias": [[97]]}, "logit_bias[0][1]"),
         ("/completion", {"logit_bias": {"a" * 65: 1}}, "logit_bias"),
         ("/completion", {"logit_bias": [[97, 1e9]]}, "logit_bias"),
         ("/completion", {"n_probs": 101}, "n_probs"),

@@ -110,16 +110,12 @@ def test_experts_stay_in_blocks(device: str, tmp_path: Path, monkeypatch: pytest
     small.take_on_trust(monkeypatch)
     monkeypatch.setattr(cuda_runner, "find_dependence", lambda product, thoroughly: None)
     monkeypatch.setattr(tiny_architectures, "LAYERS", 1)
-    add = gguf.GGUFWriter.add_tensor
+    kind = gguf.GGMLQuantizationType.Q8_0
 
-    def quantise(writer: gguf.GGUFWriter, name: str, weights: np.ndarray) -> None:
-        kind = gguf.GGMLQuantizationType.Q8_0
-        if not name.endswith("exps.weight"):
-            return add(writer, name, weights)
-        return add(writer, name, gguf.quants.quantize(weights, kind), raw_dtype=kind)
+    def store(name: str, weights: np.ndarray) -> tiny_architectures.Stored:
+        return (gguf.quants.quantize(weights, kind), kind) if name.endswith("exps.weight") else (weights, None)
 
-    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", quantise)
-    path = tiny_architectures.write(tmp_path / "m.gguf", "qwen3moe")
+    path = tiny_architectures.write(tmp_path / "m.gguf", "qwen3moe", store)
     dense, packed = (bind(load(path, torch.bfloat16, device, keeps)) for keeps in (False, True))
     held = [module for module in packed.model.modules() if isinstance(module, PackedExpertWeight)]
     assert len(held) == 2
