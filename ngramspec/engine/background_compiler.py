@@ -55,7 +55,6 @@ STAGES: dict[str, Callable[[CompiledFor], object]] = {
     "statistics": lambda _: draft_stats.warmup(),
     "cost curve": lambda _: cost_model.compile_curve(),
     "cost": lambda _: cost_model.warmup(),
-    "attention": lambda to: tiny_pass.compile_attention(to.kv_dtype),
     "modules": lambda _: tiny_pass.compile_modules(_code_folder()),
     "kernels": lambda to: tiny_pass.compile_kernels(to.gguf, to.int8, _code_folder()) if to.gguf else None,
     "pass arguments": lambda to: tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder()),
@@ -69,12 +68,12 @@ STAGES: dict[str, Callable[[CompiledFor], object]] = {
     "native drafting": lambda to: native_steps.compile_drafting(*tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder())),
 }
 LOADING = ("packing", "kernels", "modules")  # stages that packing a model's weights needs
-_PASSES = (*LOADING, "attention", "pass arguments", "pass")
+_PASSES = (*LOADING, "pass arguments", "pass")
 PLAIN = (*_PASSES, "batches", "statistics", "cost curve")  # stages that a first token needs, if it is the likeliest one
 SAMPLING = ("sampling", "verification")  # stages that any other choice of a token needs besides
 # Which child compiles which stages, in order.
 CHILDREN = (
-    ("attention", "pass arguments", "pass", "accepted paths", *SAMPLING, "cost", "learning", "native steps"),
+    ("pass arguments", "pass", "accepted paths", *SAMPLING, "cost", "learning", "native steps"),
     ("packing", "kernels", "batches", "modules", "statistics", "cost curve", "draft state", "draft trees", "drafting", "native drafting"),
 )
 # What a stage waits for: two children must not compile the same functions, but for some small ones.

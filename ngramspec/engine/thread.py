@@ -130,8 +130,7 @@ class StepThread:
         with self._wake:
             self._abandoned = True
             self._wake.notify()
-            if self._ended:
-                del self.core
+            self._forget_core()
 
     def fail(self, seq: Sequence, error: Exception) -> None:
         """End the request of a sequence that met an error. In the thread itself."""
@@ -195,8 +194,12 @@ class StepThread:
                 call.set_exception(error)
             with self._wake:
                 self._ended = True
-                if self._abandoned:  # the core refers to this object: without end, its memory would wait for a garbage collection
-                    del self.core
+                self._forget_core()
+
+    def _forget_core(self) -> None:
+        """Free the core once nobody can ask for it: it refers to this object, so both would wait for a garbage collection."""
+        if self._abandoned and self._ended:
+            del self.core
 
     def _wait(self) -> bool:
         """Wait until there is something to do, and do what was posted; False if the engine is closed."""

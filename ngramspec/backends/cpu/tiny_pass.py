@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from ngramspec.backends.cpu import packing
-from ngramspec.backends.cpu.attention import find_attention
 from ngramspec.backends.cpu.codegen.kernels import Kernels
 from ngramspec.backends.cpu.formats import QUANTISED, get_format
 from ngramspec.backends.cpu.kv_pool import KVPool
@@ -63,11 +62,6 @@ def compile_modules(folder: Path) -> None:
         activate(rows, _SIZE // 2, False, np.empty((1, _SIZE // 2), np.float32))
 
 
-def compile_attention(kv_dtype: str) -> None:
-    """Compile a pass's attention, or load it from disk: a third of the time that the pass takes, for another process to spend."""
-    find_attention("uint16" if kv_dtype == "float16" else "float32")
-
-
 def _make_matrix(context: MatmulContext) -> Matrix:
     return context.matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
 
@@ -86,7 +80,7 @@ def keep_tiny_paths(kv_dtype: str, folder: Path) -> None:
 
 
 def make_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVPool]:
-    """Make what a pass needs, and native steps."""
+    """Make what a pass needs, attention's code among it, and native steps."""
     context = MatmulContext(int8=False, folder=folder, soon_over=True)
 
     def make_angles(_first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
