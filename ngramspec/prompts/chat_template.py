@@ -26,7 +26,8 @@ from ngramspec.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
 from ngramspec.prompts.thoughts import HARMONY, ThoughtMarks, ThoughtReader, detect_marks
-from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, detect_call_format
+from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
+from ngramspec.prompts.tool_calls.call_probe import detect_call_format
 from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text

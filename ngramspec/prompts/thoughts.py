@@ -6,6 +6,7 @@ templates nor requests.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -16,6 +17,8 @@ class ThoughtMarks(NamedTuple):
     end: str
     recurs: bool = False
     """Thoughts may stand between parts of the answer, too."""
+    answer: str = ""
+    """The name of the tag in which the answer stands after thoughts, if there is one."""
 
 
 HARMONY = ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>", recurs=True)  # gpt-oss
@@ -23,15 +26,23 @@ _MARKS = (
     ThoughtMarks("<think>", "</think>"),  # DeepSeek R1, Qwen 3, QwQ, GLM 4.5 and most others
     ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
     ThoughtMarks("[THINK]", "[/THINK]"),  # Magistral
-    ThoughtMarks("<seed:think>", "</seed:think>"),
+    ThoughtMarks("<|channel>thought", "<channel|>"),  # Gemma 4
+    ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>", recurs=True),  # Apertus
+    ThoughtMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
+    ThoughtMarks("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
+    ThoughtMarks("Here is my thought process:", "Here is my response:"),  # Granite 3.2
 )
+_TAG = re.compile(r"</((?:\w+:)?think(?::\w+)?)>")  # <think> of a name space, as in Seed-OSS and Hunyuan
+_ANSWER = re.compile(r"</think>[^{}%]{0,80}<(response|answer)>")  # Granite 3.3, Ernie 4.5, Hunyuan A13B
 
 
 def detect_marks(template: str) -> ThoughtMarks | None:
     """Return the marks that a chat template knows; None if it knows none."""
     if "<|channel|>" in template and "analysis" in template:
         return HARMONY
-    return next((marks for marks in _MARKS if marks.end in template), None)
+    if found := next((marks for marks in _MARKS if marks.end in template), None):
+        return found._replace(answer=answer[1]) if (answer := _ANSWER.search(template)) else found
+    return ThoughtMarks(f"<{tag[1]}>", f"</{tag[1]}>") if (tag := _TAG.search(template)) else None
 
 
 class Piece(NamedTuple):
@@ -84,9 +95,32 @@ class ThoughtReader:
         """Drop the blanks before thoughts, or before the answer after them."""
         said = text.lstrip()
         self._take(len(text) - len(said))
-        if said:
+        tag = "" if self._is_thought or not self._marks.answer else f"<{self._marks.answer}>"
+        if tag and tag.startswith(said[: len(tag)]):
+            if said.startswith(tag):
+                self._take(len(tag))
+                self._state = self._read_tag
+        elif said:
             self._state = self._read_thought if self._is_thought else self._read_answer
         return []
+
+    def _read_tag(self, text: str) -> list[Piece]:
+        """Drop the blanks after the tag in which the answer stands."""
+        said = text.lstrip()
+        self._take(len(text) - len(said))
+        self._state = self._read_tagged if said else self._state
+        return []
+
+    def _read_tagged(self, text: str) -> list[Piece]:
+        """Read an answer up to the end of its tag and drop that, with the blanks before it."""
+        end = f"</{self._marks.answer}>"
+        at = text.find(end)
+        if at < 0:
+            return self._take(len(text[: len(text) - _find_overlap(text, end)].rstrip()))
+        found = self._take(len(text[:at].rstrip()))
+        self._take(at + len(end) - len(text[:at].rstrip()))
+        self._state = self._read_answer
+        return found
 
     def _read_thought(self, text: str) -> list[Piece]:
         end = self._marks.end

@@ -17,7 +17,8 @@ from tokenizers import AddedToken
 
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
-from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, Tool, make_call_grammar
+from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, Tool
+from ngramspec.prompts.tool_calls.call_grammar import make_call_grammar
 from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.call_scanner import KnownTools, StreamDelta, ToolCallArguments, ToolCallStart
 

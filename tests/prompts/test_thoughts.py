@@ -62,6 +62,31 @@ def test_harmony_thinks_between_parts_of_the_answer() -> None:
     assert rest.endswith("<|channel|>final<|message|>It is 2.<|return|>")
 
 
+ANSWERED = ThoughtMarks("<think>", "</think>", answer="answer")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>\na\n</think>\n<answer>\nb <c>\n</answer>", "b <c>"),
+        ("<think>a</think><answer>b", "b"),
+        ("<think>a</think>b <answer>", "b <answer>"),
+        ("<think>a</think>\n<ans", "<ans"),
+    ],
+)
+def test_the_tag_of_an_answer_is_no_part_of_it(text: str, answer: str) -> None:
+    for first in range(len(text) + 1):
+        assert read([Piece(text[:first]), Piece(text[first:])], ANSWERED) == ("a", answer)
+    assert read([Piece(letter) for letter in text], ANSWERED) == ("a", answer)
+
+
+def test_apertus_thinks_between_parts_of_the_answer() -> None:
+    marks = detect_marks("{{ '<|inner_prefix|>' }}{{ '<|inner_suffix|>' }}")
+    assert marks is not None
+    words = ["<|inner_prefix|>", "One.", "<|inner_suffix|>", "It is ", "<|inner_prefix|>", "Two.", "<|inner_suffix|>", "2."]
+    assert read([Piece(word, word.startswith("<")) for word in words], marks) == ("One.Two.", "It is 2.")
+
+
 @given(st.text(alphabet="<>/think \n", max_size=40), st.booleans(), st.integers(1, 7))
 def test_an_answer_without_marks_is_unchanged(text: str, is_open: bool, size: int) -> None:
     pieces = [Piece(text[at : at + size]) for at in range(0, len(text), size)]
@@ -76,3 +101,8 @@ def test_a_template_tells_its_marks() -> None:
     assert detect_marks("{{ content.split('</think>')[-1] }}<think>\n") == THINK
     assert detect_marks("<|channel|>analysis<|message|>") is HARMONY
     assert detect_marks("<|im_start|>") is None
+    assert detect_marks("<|channel>thought\n<channel|>") == ThoughtMarks("<|channel>thought", "<channel|>")
+    assert detect_marks("'</seed:think>'") == ThoughtMarks("<seed:think>", "</seed:think>")
+    assert detect_marks("'<think:fast>' ~ x ~ '</think:fast>'") == ThoughtMarks("<think:fast>", "</think:fast>")
+    assert detect_marks("think in <think></think>, answer in <response></response>") == THINK._replace(answer="response")
+    assert detect_marks("<think></think>{% if x %}<response>{% endif %}") == THINK, "of a tool"

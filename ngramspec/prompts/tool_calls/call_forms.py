@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import regex
 
-from ngramspec.prompts.tool_calls.call_formats import CallFormat
-from ngramspec.prompts.tool_calls.call_scanner import Parse, Scanner, TextDelta, ToolCallArguments, ToolCallStart
+from ngramspec.prompts.tool_calls.call_scanner import Parse, Scanner, TextDelta
 from ngramspec.prompts.tool_calls.call_values import (
+    MARKED_TEXT,
     Calls,
     emit_calls,
     make_call,
     parse_json,
     read_json_calls,
+    read_marked_object,
     read_python_calls,
     to_typed_value,
 )
@@ -212,7 +213,7 @@ def _read_function(scan: Scanner) -> Parse:
         arguments = yield from _tagged_values(scan, name, _PARAMETER, _PARAMETER_END, 40)
         if arguments is None:
             return False
-    if not (yield from _end_call(scan, name, arguments, _FUNCTION_END)):
+    if not (yield from end_call(scan, name, arguments, _FUNCTION_END)):
         return False
     yield from scan.match(_TOOL_CALL_END)
     return True
@@ -234,13 +235,36 @@ def _tagged_values(
     return arguments
 
 
-def _end_call(scan: Scanner, name: str, arguments: Any, end: regex.Pattern[str]) -> Parse:
+def end_call(scan: Scanner, name: str, arguments: Any, end: regex.Pattern[str]) -> Parse:
     """Read the `end` of a call, for which the end of the text stands too, and emit the call."""
     closed = yield from scan.match(end)
     call = None if closed is None and not scan.ended else make_call(name, arguments, scan.tools, checked=False)
     if call is None:
         return False
     yield from emit_calls([call])
+    return True
+
+
+# `<invoke name="…">` with parameters as tags: MiniMax M2, DeepSeek V3.2, and others in a name space of their own.
+_SPACE = r"(?:\w+:|\uff5cDSML\uff5c)?"
+_INVOKES = rf"<{_SPACE}(?:function_calls|tool_calls|tool_call)>\s*<{_SPACE}invoke |<{_SPACE}invoke name="
+_INVOKE = regex.compile(
+    rf"(?:<{_SPACE}(?:function_calls|tool_calls|tool_call)>)?\s*<{_SPACE}invoke name=[\"']?(?P<name>[\w.:/-]+)[\"']?\s*>"
+)
+_INVOKE_KEY = regex.compile(rf"\s*<{_SPACE}parameter name=[\"']?(?P<key>[^\s<>\"']+)[\"']?(?: string=\"(?:true|false)\")?\s*>")
+_INVOKE_VALUE, _INVOKE_END = regex.compile(rf"</{_SPACE}parameter>"), regex.compile(rf"\s*</{_SPACE}invoke>")
+_INVOKES_END = regex.compile(rf"\s*</{_SPACE}(?:function_calls|tool_calls|tool_call)>")
+
+
+def _read_invoke(scan: Scanner) -> Parse:
+    """Read a name and parameters as tags."""
+    head = yield from scan.match(_INVOKE)
+    if head is None or (name := head["name"]) not in scan.tools.schemas:
+        return False
+    arguments = yield from _tagged_values(scan, name, _INVOKE_KEY, _INVOKE_VALUE, 40)
+    if arguments is None or not (yield from end_call(scan, name, arguments, _INVOKE_END)):
+        return False
+    yield from scan.match(_INVOKES_END)
     return True
 
 
@@ -256,12 +280,36 @@ def _read_glm(scan: Scanner) -> Parse:
     arguments = yield from _tagged_values(scan, name, _GLM_KEY, _GLM_VALUE, 12)
     if arguments is None:
         return False
-    return (yield from _end_call(scan, name, arguments, _TOOL_CALL_END))
+    return (yield from end_call(scan, name, arguments, _TOOL_CALL_END))
+
+
+# ------------------------------------------------------------------ Gemma
+
+_GEMMA, _GEMMA_END = (
+    regex.compile(rf"(?:<\|tool_call>|<start_function_call>)\s*call:{_ANY_NAME}\s*(?=\{{)"),
+    regex.compile(r"\s*(?:<tool_call\|>|<end_function_call>|(?=<\|tool_response>|<start_function_response>))"),
+)
+_GEMMA_TOKENS = regex.compile(rf"{MARKED_TEXT}|\"(?:[^\"\\]|\\.)*\"|[{{}}\[\]\"]|<\|?\"|<escape>", regex.DOTALL)
+
+
+def _read_gemma(scan: Scanner) -> Parse:
+    """Read `call:NAME{KEY:VALUE}`, with marks around texts (Gemma 4, FunctionGemma)."""
+    head = yield from scan.match(_GEMMA)
+    if head is None or (name := head["name"]) not in scan.tools.schemas:
+        return False
+    start = scan.at
+    while (end := _find_bracket_end(scan.text, start, _GEMMA_TOKENS)) is None:
+        if scan.ended or len(scan.text) - start > MAX_PYTHON:
+            return False
+        yield None
+    scan.at = end or start
+    arguments = read_marked_object(scan.text[start:end], name, scan.tools) if end else None
+    return (yield from end_call(scan, name, arguments, _GEMMA_END))
 
 
 # ------------------------------------------------------------------ Python
 
-_PYTHON = regex.compile(r"\s*(?=\[?\s*[A-Za-z_][\w.]*\()")
+_PYTHON = regex.compile(r"\s*(?=\[?\s*[A-Za-z_][\w.:/-]*\()")
 _PYTHON_TOKENS = regex.compile(
     r"\"\"\"(?s:.*?)\"\"\"|'''(?s:.*?)'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[()\[\]{}\"']|[^()\[\]{}\"']+", regex.DOTALL
 )
@@ -272,7 +320,7 @@ def _read_python(scan: Scanner, *, checked: bool) -> Parse:
     if (yield from scan.match(_PYTHON)) is None:
         return False
     start = scan.at
-    while (end := _find_python_end(scan.text, start)) is None:
+    while (end := _find_bracket_end(scan.text, start)) is None:
         if scan.ended or len(scan.text) - start > MAX_PYTHON:
             return False
         yield None
@@ -284,10 +332,10 @@ def _read_python(scan: Scanner, *, checked: bool) -> Parse:
     return True
 
 
-def _find_python_end(text: str, start: int) -> int | None:
+def _find_bracket_end(text: str, start: int, tokens: regex.Pattern[str] = _PYTHON_TOKENS) -> int | None:
     """Return where the expression's first brackets end; 0 if they are nested too deeply, None if they do not end yet."""
     depth = 0
-    for found in _PYTHON_TOKENS.finditer(text, start):
+    for found in tokens.finditer(text, start):
         match found[0]:
             case "(" | "[" | "{":
                 depth += 1
@@ -297,7 +345,7 @@ def _find_python_end(text: str, start: int) -> int | None:
                 depth -= 1
                 if not depth:
                     return int(found.end())
-            case '"' | "'":  # a string that does not end yet
+            case '"' | "'" | '<|"' | '<"' | "<escape>":  # a string that does not end yet
                 return None
     return None
 
@@ -320,76 +368,22 @@ def _read_python_tag(scan: Scanner) -> Parse:
     return found
 
 
+_CALLS, _CALLS_END, _NEXT_LINE = (regex.compile(each) for each in ("<function_calls>", r"\s*</function_calls>", r"\s*(?=[A-Za-z_])"))
+
+
+def _read_function_calls(scan: Scanner) -> Parse:
+    """Read calls in Python's notation, one a line, between tags (OLMo 3)."""
+    found = (yield from scan.match(_CALLS)) is not None and (yield from _read_python(scan, checked=False))
+    while found and (yield from scan.match(_NEXT_LINE)) is not None:
+        if not (yield from _read_python(scan, checked=False)):
+            break
+    if found:
+        yield from scan.match(_CALLS_END)
+    return found
+
+
 def _read_python_list(scan: Scanner) -> Parse:
     return (yield from _read_python(scan, checked=True))
-
-
-# ------------------------------------------------------------------ the template's own
-
-
-def make_template_form(shown: CallFormat, *, held: bool) -> CallForm | None:
-    """Return the form that a chat template shows; None for bare JSON that no grammar holds, which is in the table."""
-    trigger = shown.trigger
-    if not trigger and not held:
-        return None
-    begin, head = regex.compile(regex.escape(trigger) or r"\{(?=\s*\")"), regex.compile(shown.head.pattern)
-    tail, end = regex.compile(shown.tail.pattern), regex.compile(r"\s*" + regex.escape(shown.end))
-
-    def read(scan: Scanner) -> Parse:
-        if trigger:
-            yield from scan.match(begin)
-        found = False
-        while True:
-            start = scan.at
-            matched = yield from scan.match(head)
-            if (
-                matched is None
-                or matched["name"] not in scan.tools.schemas
-                or not (yield from _read_arguments(scan, matched["name"], tail))
-            ):
-                scan.at = start
-                return found
-            found = True
-            listed = (yield from scan.match(_LIST_GOES_ON)) if shown.listed else None
-            if listed is None or listed[0].endswith("]"):
-                break
-        if shown.end:
-            yield from scan.match(end)
-        return True
-
-    return CallForm("template", begin, read)
-
-
-_LIST_GOES_ON = regex.compile(r"\s*[,\]]")
-
-
-def _read_arguments(scan: Scanner, name: str, tail: regex.Pattern[str]) -> Parse:
-    """Read a call's arguments and what closes it; pass them on piece by piece if a grammar holds them."""
-    start, reading, whole = scan.at, scan.read_json(), False
-    if scan.streams:
-        yield ToolCallStart(name)
-    while True:
-        try:
-            piece = next(reading)
-        except StopIteration as stop:
-            whole = stop.value
-            break
-        if piece is None:
-            yield None
-        elif scan.streams:
-            yield ToolCallArguments(piece)
-    arguments = scan.text[start : scan.at]
-    if scan.streams:
-        scan.broken = not whole
-        yield from scan.match(tail)
-        return True
-    value = parse_json(arguments) if whole else None
-    if not isinstance(value, dict) or (name in scan.tools.strict and not scan.tools.fits(name, value)):
-        return False
-    if (yield from scan.match(tail)) is None:
-        return False
-    yield from emit_calls([(name, arguments)])
-    return True
 
 
 # ------------------------------------------------------------------ the table
@@ -410,6 +404,8 @@ FORMS: Sequence[CallForm] = (
     ),
     _make_form("qwen3-coder", r"<tool_call>|<function(?:=|\s+name=)", _read_function),
     _make_form("glm", "<tool_call>", _read_glm),
+    _make_form("gemma", r"<\|tool_call>|<start_function_call>", _read_gemma),
+    _make_form("invoke", _INVOKES, _read_invoke),
     _make_form("mistral", r"\[TOOL_CALLS\]", _make_tag_parser(r"\[TOOL_CALLS\]", r"(?!)")),
     _make_form("mistral named", r"\[TOOL_CALLS\]", _read_mistral_named),
     _make_form("llama and lfm python", _PYTHON_BEGIN, _read_python_tag),
@@ -419,11 +415,13 @@ FORMS: Sequence[CallForm] = (
     _make_form("harmony text", r"<\|channel\|>|<\|start\|>assistant|<\|(?:end|return|call)\|>", _read_harmony_channel),
     _make_form("granite", r"<\|tool_call\|>", _make_tag_parser(r"<\|tool_call\|>", r"<\|/tool_call\|>|</tool_call>")),
     _make_form("nemotron", "<TOOLCALL>", _make_tag_parser("<TOOLCALL>", "</TOOLCALL>")),
+    _make_form("functools", r"functools\s*\[", _make_tag_parser("functools", r"(?!)")),  # Phi-4 mini, Firefunction
+    _make_form("olmo", "<function_calls>", _read_function_calls),
     _make_form("list in tags", "<tool_calls>", _make_tag_parser("<tool_calls>", "</tool_calls>")),
     _make_form("command-r", r"<\|START_ACTION\|>", _make_tag_parser(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>")),
     _make_form("internlm", r"<\|action_start\|>", _make_tag_parser(r"<\|action_start\|>\s*<\|plugin\|>", r"<\|action_end\|>")),
     _make_form("tags", f"<(?:{_WEAK_TAGS})>", _make_tag_parser(f"<(?:{_WEAK_TAGS})>", f"</(?:{_WEAK_TAGS})>", checked=True), marked=False),
     _make_form("fence", "(?<!`)```", _read_fence, marked=False),
     _make_form("json", rf"{_IN_TEXT}(?:\[\s*)?\{{{{1,2}}\s*{_KEYS}", _read_bare, marked=False),
-    _make_form("python list", rf"{_AT_LINE}\[\s*[A-Za-z_][\w.]*\(", _read_python_list, marked=False),
+    _make_form("python list", rf"{_AT_LINE}\[\s*[A-Za-z_][\w.:/-]*\(", _read_python_list, marked=False),
 )

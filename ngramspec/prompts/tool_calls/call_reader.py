@@ -2,7 +2,7 @@
 
 Tokens' texts enter in pieces of any size; `TextDelta`, `ToolCallStart` and `ToolCallArguments` leave, in the text's order. Text is held
 back only while it may still become a call. What turns out to be no call is passed on as text, unchanged except for blanks beside calls.
-The forms of calls are in `call_forms`.
+The forms of calls are in `call_forms` and `template_form`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Generator, Iterator
 import regex
 
 from ngramspec.prompts.tool_calls.call_formats import CallFormat
-from ngramspec.prompts.tool_calls.call_forms import FORMS, CallForm, make_template_form
+from ngramspec.prompts.tool_calls.call_forms import FORMS, CallForm
 from ngramspec.prompts.tool_calls.call_scanner import KnownTools, Parse, Scanner, StreamDelta, TextDelta, ToolCallStart
+from ngramspec.prompts.tool_calls.template_form import make_template_form
 
 CONTEXT = 256  # characters kept before the place where a call is looked for: some forms begin only after certain characters
 MAX_WASTED = 1_000_000  # characters read in vain as calls, after which a text is passed on as it is
@@ -113,7 +114,8 @@ class CallReader:
         if found is not None and not found.partial:
             yield from self._emit_text(len(scan.text[:end].rstrip()))
             self._start = end
-            self._tried = [form for form in self._forms if form.begin.match(scan.text, end) and (form.marked or not self._in_code)]
+            forms = [form for form in self._forms if form.begin.match(scan.text, end, partial=not scan.ended)]
+            self._tried = [form for form in forms if form.marked or not self._in_code]
             self._begin_form()
             if self._parse is None:  # the end of a fenced block
                 self._in_code = False

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import regex
+
 from ngramspec.prompts.tool_calls.call_scanner import KnownTools, StreamDelta, ToolCallArguments, ToolCallStart
 
 Calls: TypeAlias = list[tuple[str, str]]
@@ -68,6 +70,9 @@ def read_json_calls(value: Any, tools: KnownTools, *, checked: bool) -> Calls | 
     return None if call is None else [call]
 
 
+_PYTHON_NAMES = {"True": True, "False": False, "None": None}
+
+
 def parse_json(text: str) -> Any:
     """Return the value of a JSON text, or the text itself if it is no JSON."""
     try:
@@ -76,22 +81,31 @@ def parse_json(text: str) -> Any:
         return text
 
 
+def _parse_python(text: str) -> Any:
+    """Return the value of a literal in Python's notation, in which templates show some values; the text itself if it is none."""
+    try:
+        return _read_literal(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
+
+
 def to_typed_value(text: str, name: str, key: str, tools: KnownTools) -> Any:
     """Return a parameter's value, written as plain text, in the type that the schema of the tool `name` gives the parameter `key`."""
     root = tools.schemas[name]
     properties = root.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    types = _collect_types(schema, root)
+    types = collect_types(schema, root)
     if not types or types == {"string"}:
         return text
-    python = {"True": True, "False": False, "None": None}
-    value = python[text.strip()] if text.strip() in python else parse_json(text)
+    value = _PYTHON_NAMES[text.strip()] if text.strip() in _PYTHON_NAMES else parse_json(text)
+    if isinstance(value, str) and types & {"object", "array"}:
+        value = _parse_python(text)
     if "string" in types and not (value is None or (isinstance(value, (dict, list, bool)) and types & {"object", "array", "boolean"})):
         return text
     return value
 
 
-def _collect_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def collect_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Return the types that a schema names; none if it names none."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
@@ -99,13 +113,13 @@ def _collect_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[
         target: Any = root
         for part in ref[2:].split("/"):
             target = target.get(part) if isinstance(target, Mapping) else None
-        return _collect_types(target, root, depth + 1)
+        return collect_types(target, root, depth + 1)
     given = schema.get("type")
     types = {given} if isinstance(given, str) else {each for each in given if isinstance(each, str)} if isinstance(given, list) else set()
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(parts := schema.get(word), list):
             for each in parts:
-                types |= _collect_types(each, root, depth + 1)
+                types |= collect_types(each, root, depth + 1)
     if isinstance(values := schema.get("enum"), list):
         types |= {_TYPES.get(type(value), "null") for value in values}
     return types
@@ -113,23 +127,69 @@ def _collect_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}
 
+# ------------------------------------------------------------------ Gemma
+
+MARKED_TEXT = r"<\|\"\|>(?P<text>.*?)<\|\"\|>|<escape>(?P<text>.*?)<escape>"  # of Gemma 4 and FunctionGemma
+_MARKED_TOKENS = regex.compile(
+    rf"{MARKED_TEXT}|(?P<json>\"(?:[^\"\\]|\\.)*\")|(?P<bare>[^\s{{}}\[\],:\"<](?:[^{{}}\[\],:\"<]*[^\s{{}}\[\],:\"<])?)(?P<is_key>\s*:)?",
+    regex.DOTALL,
+)
+
+
+def read_marked_object(text: str, name: str, tools: KnownTools) -> Any:
+    """Return the arguments of a call of `name`: an object whose texts stand between marks and whose keys stand bare. Else the text."""
+
+    def write(found: regex.Match[str]) -> str:
+        if (marked := found["text"]) is not None:
+            return json.dumps(marked)
+        if (bare := found["bare"]) is None:
+            return found[0]
+        if found["is_key"]:
+            return f"{json.dumps(bare)}:"
+        return json.dumps(_PYTHON_NAMES.get(bare, parse_json(bare)))
+
+    arguments = parse_json(_MARKED_TOKENS.sub(write, text))
+    if not isinstance(arguments, dict):
+        return arguments
+    return {key: to_typed_value(value, name, key, tools) if isinstance(value, str) else value for key, value in arguments.items()}
+
+
 # ------------------------------------------------------------------ Python
 
 
 def read_python_calls(text: str, tools: KnownTools, *, checked: bool) -> Calls | None:
     """Return the calls in a Python expression, `f(a=1)` or a list of such; None if it is anything else."""
+    names: dict[str, str] = {}
+
+    def make_valid(found: regex.Match[str]) -> str:
+        if not (name := found["name"]):
+            return found[0].replace("\n", "\\n") if found[0][0] in "\"'" and found[0][:3] != found[0][:1] * 3 else found[0]
+        if name not in tools.schemas or ("-" not in name and ":" not in name and "/" not in name):
+            return found[0]
+        names.setdefault(name, f"tool_{len(names)}_")
+        return names[name]
+
     try:
-        parsed = ast.parse(text.strip(), mode="eval").body
+        parsed = ast.parse(_STRINGS_AND_NAMES.sub(make_valid, text.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    made = [_read_python_call(each, tools, checked=checked) for each in (parsed.elts if isinstance(parsed, ast.List) else [parsed])]
+    known = {valid: name for name, valid in names.items()}
+    calls = parsed.elts if isinstance(parsed, ast.List) else [parsed]
+    made = [_read_python_call(each, tools, known, checked=checked) for each in calls]
     return [call for call in made if call is not None] if made and None not in made else None
 
 
-def _read_python_call(node: ast.expr, tools: KnownTools, *, checked: bool) -> tuple[str, str] | None:
+# Strings, and names of functions, some of which are no names in Python.
+_STRINGS_AND_NAMES = regex.compile(
+    r"\"\"\".*?\"\"\"|'''.*?'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?P<name>[A-Za-z_][\w.:/-]*)(?=\()", regex.DOTALL
+)
+
+
+def _read_python_call(node: ast.expr, tools: KnownTools, known: Mapping[str, str], *, checked: bool) -> tuple[str, str] | None:
     if not isinstance(node, ast.Call):
         return None
     name = ast.unparse(node.func)
+    name = known.get(name, name)
     if name not in tools.schemas:
         name = name.removesuffix(".call")  # Llama's built-in tools
     if name not in tools.schemas:

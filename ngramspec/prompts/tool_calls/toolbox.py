@@ -18,7 +18,8 @@ import jsonschema_rs
 
 from ngramspec.errors import GrammarError, InvalidInputError
 from ngramspec.grammar.base import MAX_BYTES, Grammar
-from ngramspec.prompts.tool_calls.call_formats import CallFormat, Tool, make_call_grammar
+from ngramspec.prompts.tool_calls.call_formats import CallFormat, Tool
+from ngramspec.prompts.tool_calls.call_grammar import make_call_grammar
 from ngramspec.prompts.tool_calls.call_scanner import KnownTools
 
 SEEK_S = 1.0  # for finding the tool whose parameters are at fault
