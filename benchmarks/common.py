@@ -33,6 +33,7 @@ import torch
 
 import ngramspec
 from ngramspec.outputs import Completion
+from ngramspec.prompts.fim import Fim
 
 # Cost of a row as a share of a pass: a large GPU, a CPU of two cores.
 SLOPES = {"flat": 0.005, "steep": 0.04}
@@ -178,7 +179,7 @@ def wait_for(device: str) -> None:
 def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
     """Read the prompts of a JSONL file, in its order. A row has `prompt` (text or token ids) or `messages`, of which the first turn counts.
 
-    Raises ValueError for a row that has neither, naming it.
+    With `suffix` it asks for the text between `prompt` and `suffix`. Raises ValueError for a row that has none of these, naming it.
     """
     prompts: list[Prompt] = []
     with path.open(encoding="utf-8") as file:
@@ -213,6 +214,10 @@ def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
     if row.get("messages"):
         return Prompt(name, encode_chat(get_first_turn(row["messages"]), tokenizer))
     prompt = row["prompt"]
+    if row.get("suffix") is not None:
+        if (fim := Fim.detect(tokenizer)) is None:
+            raise ValueError(f"{where}: the row has a `suffix`, and the model has no tokens to fill in the middle")
+        return Prompt(name, fim.prompt(prompt, row["suffix"]))
     return Prompt(name, list(prompt) if isinstance(prompt, list) else tokenizer(prompt)["input_ids"])
 
 

@@ -201,7 +201,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokenizer", metavar="M", help="this model's tokenizer; random weights without it: words for tokens")
     source = parser.add_mutually_exclusive_group()
-    text = "rows with `prompt` or `messages`; without it, functions of the standard library; of several --identity takes all"
+    text = "rows with `prompt` (and `suffix`) or `messages`; without it, functions of the standard library; of several --identity takes all"
     source.add_argument("--prompts", type=common.parse_file, action="append", metavar="F.jsonl", help=text)
     text = "N prompts of random words, by default at temperature 1.5: nothing repeats"
     source.add_argument("--random-prompts", type=common.parse_positive, metavar="N", help=text)

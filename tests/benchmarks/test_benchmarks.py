@@ -107,6 +107,15 @@ def test_rows_of_every_kind(tmp_path: Path, tokenizer: Any) -> None:
     assert common.read_prompts(path, tokenizer, limit=2) == prompts[:2]
 
 
+def test_a_row_with_a_suffix_asks_for_the_middle(tmp_path: Path) -> None:
+    path, tokenizer = write_rows(tmp_path, [{"prompt": "a", "suffix": "b"}]), tiny.byte_tokenizer()
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*no tokens to fill in the middle"):
+        common.read_prompts(path, tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]})
+    begin, hole, end = tokenizer.convert_tokens_to_ids(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    assert common.read_prompts(path, tokenizer)[0].ids == [begin, 97, hole, 98, end]
+
+
 def test_a_row_without_a_prompt_is_named(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"rows\.jsonl:3: .*`prompt`"):
         common.read_prompts(write_rows(tmp_path, [{"prompt": "a"}, {"reference": "b"}]), tokenizer)
