@@ -1,8 +1,8 @@
 """How long does somebody who writes code wait for suggestions? An editing session is replayed against servers over HTTP.
 
     python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--edits N]
-        [--contenders on,off,store,suffix-first,predicted,llama-none,llama-ngram-simple,llama-ngram-mod] [--datastore STORE]
-        [--llama-server-python PATH]
+        [--contenders on,off,store,suffix-first,as-sent,predicted,llama-none,llama-ngram-simple,llama-ngram-mod] [--datastore STORE]
+        [--llama-server-python PATH] [--after-line N]
 
 DIR are two releases of a library. Functions of the new one whose body is nowhere in the old one are written into their file, one after
 the other, as llama.vim has them completed: /infill with the 256 lines before the cursor and the 64 after it, greedy, up to `--max-tokens`
@@ -90,7 +90,7 @@ def read_modules(release: Path) -> Iterator[tuple[Path, str, ast.Module]]:
                 yield within, text, ast.parse(text)
 
 
-def find_new_functions(old: Path, new: Path, limit: int) -> list[NewFunction]:
+def find_new_functions(old: Path, new: Path, limit: int, after_line: int = 0) -> list[NewFunction]:
     """Return functions of `new` whose body is not a part of `old`, evenly over its files. Raises SystemExit if there are none."""
     known = "\n".join(path.read_text(errors="ignore") for path in sorted(old.rglob("*.py")))
     found = []
@@ -102,7 +102,7 @@ def find_new_functions(old: Path, new: Path, limit: int) -> list[NewFunction]:
             body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
             first, end = body[0].lineno - 1, node.end_lineno or 0
             written = "".join(lines[first:end])
-            if BODY_CHARS[0] <= len(written) <= BODY_CHARS[1] and written not in known:
+            if first >= after_line and BODY_CHARS[0] <= len(written) <= BODY_CHARS[1] and written not in known:
                 found.append(NewFunction(f"{path}:{node.name}", "".join(lines[:first]), written, "".join(lines[end:])))
     if not found:
         raise SystemExit("there is no new function between the two releases")
@@ -244,11 +244,12 @@ def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]
         with _open_llama_server(name.removeprefix("llama-"), args) as server:
             yield server
         return
-    if name not in ("on", "off", "store", "suffix-first", "predicted"):
+    if name not in ("on", "off", "store", "suffix-first", "as-sent", "predicted"):
         raise SystemExit(f"no contender named {name}")
     settings: dict[str, Any] = {"max_model_len": CONTEXT} | ({"no_spec": True} if name == "off" else {})
     settings |= {"threads": args.threads} if args.threads else {}
     settings |= {"fim_order": name} if name == "suffix-first" else {}
+    settings |= {"fim_window": 0} if name == "as-sent" else {}
     settings |= {"datastore": f"old={args.datastore}"} if name == "store" else {}
     with serve(args.model, **settings) as process:
         yield ReplayedServer(process.address, process.pid)
@@ -308,6 +309,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--old", type=Path, required=True, metavar="DIR")
     parser.add_argument("--new", type=Path, required=True, metavar="DIR")
     parser.add_argument("--functions", type=int, default=8)
+    parser.add_argument(
+        "--after-line", type=int, default=0, metavar="N", help="only functions below N lines: of more than 256, windows move"
+    )
     parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
     parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed")
     parser.add_argument("--edits", type=int, default=0, help="whole files that are edited by chat")
@@ -323,7 +327,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    functions = find_new_functions(args.old, args.new, args.functions) if args.functions else []
+    functions = find_new_functions(args.old, args.new, args.functions, args.after_line) if args.functions else []
     with contextlib.ExitStack() as stack:
         servers = {}
         for name in args.contenders.split(","):

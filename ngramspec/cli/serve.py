@@ -237,6 +237,14 @@ def serve(
             metavar="ORDER",
         ),
     ] = None,
+    fim_window: Annotated[
+        int | None,
+        option(
+            _LOAD,
+            "Lines before the cursor that an editor sends, llama.vim's n_prefix. A prefix of as many lines begins with a line that stays "
+            "the same while the cursor goes down, so that the prefix cache has the prompt's beginning. Default: 256; 0: as sent.",
+        ),
+    ] = None,
     pad_stream: Annotated[
         float | None,
         option(
@@ -294,6 +302,7 @@ def serve(
         receive_timeout=receive_timeout,
         parse_special=parse_special,
         fim_order=fim_order,
+        fim_window=fim_window,
         pad_stream=pad_stream,
         log_format=log_format,
     )

@@ -7,6 +7,7 @@ ids leave: control tokens are put between the encoded texts, in which no control
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +24,9 @@ PREFIX_SHARE = 0.75
 STRIDES = 16
 """What is cut off is a multiple of a sixteenth of the room. Cut by single tokens, a long file's prompt would begin one token later at
 every keystroke, and nothing of it could come from the prefix cache."""
+# A window's first line is looked for in its first quarter: in Python's installed packages it stays the same for 30 lines of the cursor's
+# way, and 31 of 256 lines are left out, in the mean.
+WINDOW_SHARE = 4
 _MARK = "\N{WHITE SMILING FACE}"
 """Stands before a text that must be encoded as if text came before it; no vocabulary merges it with anything."""
 _ENDS = (
@@ -96,9 +100,13 @@ FORMATS = (
 class Fim:
     """One tokenizer's way to fill in the middle. Threads may share it."""
 
-    def __init__(self, form: Format, tokenizer: Any, order: Order = "prefix-first") -> None:
-        """Read the control tokens' ids. `order`: what stands first where the format has a token before the middle; see `Order`."""
-        self.format, self.order = form, order
+    def __init__(self, form: Format, tokenizer: Any, order: Order = "prefix-first", window: int = 0) -> None:
+        """Read the control tokens' ids.
+
+        `order`: what stands first where the format has a token before the middle; see `Order`. `window`: a prefix of this many lines is a
+        window that moves with the cursor, and begins where `_begin_window` says; 0: no prefix is.
+        """
+        self.format, self.order, self.window = form, order, window
         backend = tokenizer.backend_tokenizer
         self._added = _added(tokenizer)
         self._plain, self._control = make_plain_tokenizer(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
@@ -110,15 +118,16 @@ class Fim:
         """Ids that the middle never contains: whatever ends a text, and the format's own control tokens."""
 
     @classmethod
-    def detect(cls, tokenizer: Any, order: Order = "prefix-first") -> Self | None:
+    def detect(cls, tokenizer: Any, order: Order = "prefix-first", window: int = 0) -> Self | None:
         """The format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
 
-        `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None.
+        `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None. The rest: see
+        `__init__`.
         """
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return None
         added = _added(tokenizer)
-        return next((cls(form, tokenizer, order) for form in FORMATS if all(token in added for token in form.required)), None)
+        return next((cls(form, tokenizer, order, window) for form in FORMATS if all(token in added for token in form.required)), None)
 
     def prompt(
         self,
@@ -138,6 +147,8 @@ class Fim:
         so that prefix and suffix keep 3:1. Raises ValueError where not even the control tokens fit.
         """
         form = self.format
+        if 0 < self.window == prefix.count("\n"):
+            prefix = _begin_window(prefix)
         files = [(name, text if text.endswith("\n") else text + "\n") for name, text in extra]
         fixed = len(self._bos) + sum(token is not None for token in (form.prefix, form.suffix, form.middle))
         if limit is not None and limit < fixed:
@@ -207,6 +218,20 @@ class Fim:
         if marked:
             ids = [number for number, (_, end) in zip(ids, encoding.offsets, strict=True) if end > len(_MARK)]
         return [number for number in ids if not self._control[number]]
+
+
+def _begin_window(prefix: str) -> str:
+    """Leave out the first lines of a window, so that it begins with the same line when the window has moved by a few.
+
+    That line depends on the text alone: of the first quarter the one whose hash, with the next line's, is least, among those that begin a
+    definition if there are any. Otherwise nothing of the prompt would come from the prefix cache after each new line.
+    """
+    lines = prefix.split("\n")
+
+    def rank(i: int) -> tuple[bool, bytes]:
+        return lines[i][:1] in {"", " ", "\t", ")", "]", "}"}, hashlib.sha256("\n".join(lines[i : i + 2]).encode()).digest()
+
+    return "\n".join(lines[min(range(max(len(lines) // WINDOW_SHARE, 1)), key=rank) :])
 
 
 def _shares(head: list[int], tail: list[int], room: int) -> tuple[list[int], list[int]]:

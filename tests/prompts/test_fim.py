@@ -263,6 +263,26 @@ def test_a_keystroke_in_a_long_file_keeps_the_beginning_of_its_prompt() -> None:
     assert sum(a != b for a, b in itertools.pairwise(starts)) <= 4
 
 
+def test_a_window_that_moves_down_a_file_keeps_the_beginning_of_its_prompt() -> None:
+    lines = [f"def f{i}(x):" if i % 5 == 0 else f"    y = x + {i // 5}" for i in range(600)]
+    tokenizer, size = bytes_tokenizer(TOKENS["qwen"]), 128
+    fim, as_sent = Fim.detect(tokenizer, window=size), Fim.detect(tokenizer)
+    assert fim is not None
+    assert as_sent is not None
+    starts = []
+    for end in range(size, len(lines)):
+        prefix = "\n".join([*lines[end - size : end], "    z"])
+        begun = tokenizer.decode(fim.prompt(prefix, "\n")[1:]).split("\n")
+        starts.append(len(lines[:end]) - begun.index("    z<|fim_suffix|>"))
+        assert begun[0] == lines[starts[-1]]
+        assert end - size <= starts[-1] < end - size + size // 4 + 1
+    assert all(start % 5 == 0 for start in starts), "with a definition"
+    assert sum(a != b for a, b in itertools.pairwise(starts)) < len(starts) / 8
+    for n in (size - 1, size + 1):
+        prefix = "\n".join([*lines[:n], "z"])
+        assert fim.prompt(prefix, "\n") == as_sent.prompt(prefix, "\n")
+
+
 def test_not_even_the_control_tokens_fit() -> None:
     fim = detect(QWEN)
     assert len(fim.prompt("abc", "def", limit=3)) == 3
