@@ -238,11 +238,13 @@ def serve(
         ),
     ] = None,
     fim_window: Annotated[
-        int | None,
+        str | None,
         option(
             _LOAD,
             "Lines before the cursor that an editor sends, llama.vim's n_prefix. A prefix of as many lines begins with a line that stays "
-            "the same while the cursor goes down, so that the prefix cache has the prompt's beginning. Default: 256; 0: as sent.",
+            "the same while the cursor goes down, so that the prefix cache has the prompt's beginning. Default: 256; any: every prefix of "
+            "32 lines or more does; 0: none.",
+            metavar="LINES",
         ),
     ] = None,
     pad_stream: Annotated[

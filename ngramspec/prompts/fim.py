@@ -19,6 +19,7 @@ from ngramspec.prompts.chat_template import before_text
 # The order of the parts: prefix, suffix, middle, as models are trained with; or suffix, then the prefix, behind which the middle goes on
 # (Bavarian et al., arXiv:2207.14255, section 3: SPM in the form that shares its tokens with the other order).
 Order = Literal["prefix-first", "suffix-first"]
+Window = int | Literal["any"]  # how many lines a window has that moves with the cursor; 0: there is none
 PREFIX_SHARE = 0.75
 """The share of the room for both that the text before the cursor gets when neither it nor the text after it fits."""
 STRIDES = 16
@@ -27,6 +28,7 @@ every keystroke, and nothing of it could come from the prefix cache."""
 # A window's first line is looked for in its first quarter: in Python's installed packages it stays the same for 30 lines of the cursor's
 # way, and 31 of 256 lines are left out, in the mean.
 WINDOW_SHARE = 4
+FEWEST_LINES = 32  # of a window, unless it is said how many it has
 _MARK = "\N{WHITE SMILING FACE}"
 """Stands before a text that must be encoded as if text came before it; no vocabulary merges it with anything."""
 _ENDS = (
@@ -100,11 +102,11 @@ FORMATS = (
 class Fim:
     """One tokenizer's way to fill in the middle. Threads may share it."""
 
-    def __init__(self, form: Format, tokenizer: Any, order: Order = "prefix-first", window: int = 0) -> None:
+    def __init__(self, form: Format, tokenizer: Any, order: Order = "prefix-first", window: Window = 0) -> None:
         """Read the control tokens' ids.
 
         `order`: what stands first where the format has a token before the middle; see `Order`. `window`: a prefix of this many lines is a
-        window that moves with the cursor, and begins where `_begin_window` says; 0: no prefix is.
+        window that moves with the cursor, and begins where `_begin_window` says; "any": every prefix of some length is.
         """
         self.format, self.order, self.window = form, order, window
         backend = tokenizer.backend_tokenizer
@@ -118,7 +120,7 @@ class Fim:
         """Ids that the middle never contains: whatever ends a text, and the format's own control tokens."""
 
     @classmethod
-    def detect(cls, tokenizer: Any, order: Order = "prefix-first", window: int = 0) -> Self | None:
+    def detect(cls, tokenizer: Any, order: Order = "prefix-first", window: Window = 0) -> Self | None:
         """The format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
 
         `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None. The rest: see
@@ -147,7 +149,8 @@ class Fim:
         so that prefix and suffix keep 3:1. Raises ValueError where not even the control tokens fit.
         """
         form = self.format
-        if 0 < self.window == prefix.count("\n"):
+        n_lines = prefix.count("\n")
+        if n_lines >= FEWEST_LINES if self.window == "any" else 0 < n_lines == self.window:
             prefix = _begin_window(prefix)
         files = [(name, text if text.endswith("\n") else text + "\n") for name, text in extra]
         fixed = len(self._bos) + sum(token is not None for token in (form.prefix, form.suffix, form.middle))
@@ -224,14 +227,15 @@ def _begin_window(prefix: str) -> str:
     """Leave out the first lines of a window, so that it begins with the same line when the window has moved by a few.
 
     That line depends on the text alone: of the first quarter the one whose hash, with the next line's, is least, among those that begin a
-    definition if there are any. Otherwise nothing of the prompt would come from the prefix cache after each new line.
+    definition if there are any; never the very first, which may begin in its middle. Otherwise nothing of the prompt would come from the
+    prefix cache after each new line.
     """
     lines = prefix.split("\n")
 
     def rank(i: int) -> tuple[bool, bytes]:
         return lines[i][:1] in {"", " ", "\t", ")", "]", "}"}, hashlib.sha256("\n".join(lines[i : i + 2]).encode()).digest()
 
-    return "\n".join(lines[min(range(max(len(lines) // WINDOW_SHARE, 1)), key=rank) :])
+    return "\n".join(lines[min(range(1, max(len(lines) // WINDOW_SHARE, 2)), key=rank) :])
 
 
 def _shares(head: list[int], tail: list[int], room: int) -> tuple[list[int], list[int]]:

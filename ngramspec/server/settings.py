@@ -214,10 +214,10 @@ class ServerSettings(BaseSettings):
     fim_order: Literal["prefix-first", "suffix-first"] = "prefix-first"
     """What stands first in a prompt to fill in the middle. With the text after the cursor first, a key changes only the prompt's end, and
     all before it comes from the prefix cache; not every model fills in as well that way."""
-    fim_window: int = Field(default=256, ge=0)
+    fim_window: Annotated[int, Field(ge=0)] | Literal["any"] = 256
     """Lines before the cursor that an editor sends of a file that has more; llama.vim's and llama.vscode's `n_prefix`. A prefix of as many
     begins with a line of its first quarter that stays the same while the cursor goes down, so that the prefix cache has the prompt's
-    beginning after each new line. 0: as sent."""
+    beginning after each new line. "any": every prefix of 32 lines or more does; 0: none."""
     pad_stream: float = Field(default=0, ge=0, le=10_000)
     """Milliseconds per token of every answer, so that its pace does not tell what was drafted. 0: as soon as it is there."""
     log_format: Literal["text", "json"] = "text"

@@ -283,6 +283,15 @@ def test_a_window_that_moves_down_a_file_keeps_the_beginning_of_its_prompt() -> 
         assert fim.prompt(prefix, "\n") == as_sent.prompt(prefix, "\n")
 
 
+def test_a_window_that_is_cut_by_characters_begins_with_a_whole_line() -> None:
+    text = "".join(f"def f{i}(x):\n" for i in range(300))
+    fim = Fim.detect(bytes_tokenizer(TOKENS["qwen"]), window="any")
+    assert fim is not None
+    starts = [tuple(fim.prompt(text[end - 1000 : end], "\n")[1:20]) for end in range(1000, 1300)]
+    assert len(set(starts)) < 12
+    assert len(fim.prompt("x\n" * 31, "\n")) == len(fim.prompt("x\n" * 30, "\n")) + len(fim.prompt("x\n", "\n")) - len(fim.prompt("", "\n"))
+
+
 def test_not_even_the_control_tokens_fit() -> None:
     fim = detect(QWEN)
     assert len(fim.prompt("abc", "def", limit=3)) == 3
