@@ -140,6 +140,12 @@ def _check_sampling(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _read_window(value: Any) -> Any:
+    if value != "any" and not re.fullmatch(r"\d{1,9}", str(value)):
+        raise ValueError(f"must be a number of lines, or any, got {value!r:.80}")
+    return value if value == "any" else int(value)
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_several)]
 
 
@@ -214,7 +220,7 @@ class ServerSettings(BaseSettings):
     fim_order: Literal["prefix-first", "suffix-first"] = "prefix-first"
     """What stands first in a prompt to fill in the middle. With the text after the cursor first, a key changes only the prompt's end, and
     all before it comes from the prefix cache; not every model fills in as well that way."""
-    fim_window: Annotated[int, Field(ge=0)] | Literal["any"] = 256
+    fim_window: Annotated[int | Literal["any"], BeforeValidator(_read_window)] = 256
     """Lines before the cursor that an editor sends of a file that has more; llama.vim's and llama.vscode's `n_prefix`. A prefix of as many
     begins with a line of its first quarter that stays the same while the cursor goes down, so that the prefix cache has the prompt's
     beginning after each new line. "any": every prefix of 32 lines or more does; 0: none."""

@@ -162,6 +162,7 @@ def test_candidates_are_shared_among_one(ran: list[Any], options: list[str], rec
         (["--api-key-file", "/nowhere/keys"], "/nowhere/keys"),
         (["--drain-timeout", "-1"], "drain_timeout"),
         (["--log-format", "xml"], "log_format"),
+        (["--fim-window", "some"], "number of lines, or any"),
         (["--kv-memory", "lots"], "--kv-memory"),
         (["-d", "a=x", "-d", "a=y"], "given twice"),
     ],
