@@ -5,7 +5,7 @@ Dicts enter, turns and a `Toolbox` leave; every error names the field at fault. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ngramspec.errors import InvalidInputError
@@ -15,6 +15,8 @@ from ngramspec.tokenizer.encode import check_unicode
 
 M = TypeVar("M")
 PARTS = "\n"  # between the parts of a message, as in vLLM and llama.cpp
+# Types of parts that no model reads here: of OpenAI's two routes, and of Anthropic's.
+MEDIA = {"image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "input_file", "file", "document"}
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
 
 
@@ -38,6 +40,15 @@ def read_turns(messages: Sequence[M], read: Callable[[M, str, dict[str, str]], T
     return turns
 
 
+def name_omitted(kind: str) -> str:
+    """Return the text that stands for a part of a tool's result whose type is among MEDIA.
+
+    In a user's message such a part is refused, and the user can leave it out. A result would be refused again with every message that
+    follows, for the client sends it along each time. Agents write such texts themselves where they know that a model reads no images.
+    """
+    return f"[{kind.removeprefix('input_').removesuffix('_url')} omitted: this model reads text only]"
+
+
 def _read_message(message: Any, where: str, names: Mapping[str, str]) -> Turn:
     if not isinstance(message, Mapping):
         raise _make_error(where, "must be a dict with role and content", message)
@@ -53,7 +64,7 @@ def _read_message(message: Any, where: str, names: Mapping[str, str]) -> Turn:
     content = message.get("content")
     if content is None and not calls:
         raise InvalidInputError(f"{where}.content: is missing", param=f"{where}.content")
-    text = _join_parts(content, f"{where}.content")
+    text = _join_parts(content, f"{where}.content", MEDIA if role == TOOL else ())
     if role != TOOL:
         thoughts = message.get("reasoning_content") if role == ASSISTANT else None
         return Turn(ROLES[role], text, calls, thoughts=_read_text(thoughts or "", f"{where}.reasoning_content"))
@@ -72,14 +83,17 @@ def _read_call(call: Any, where: str) -> Call:
     return Call(_read_text(call.get("id", ""), f"{where}.id"), name, arguments)
 
 
-def _join_parts(content: Any, where: str) -> str:
-    """Return the text of a content."""
+def _join_parts(content: Any, where: str, named: Container[object]) -> str:
+    """Return the text of a content, in which parts of the types in `named` are named."""
     if content is None or isinstance(content, str):
         return _read_text(content or "", where)
     if not isinstance(content, (list, tuple)):
         raise _make_error(where, "must be text, or a list of parts of type text", content)
     texts = []
     for i, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type") in named:
+            texts.append(name_omitted(part["type"]))
+            continue
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise _make_error(f"{where}[{i}]", 'must be {"type": "text", "text": "…"}; models read text alone here', part)
         texts.append(_read_text(part.get("text"), f"{where}[{i}].text"))

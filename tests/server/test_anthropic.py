@@ -299,7 +299,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].content[0]: no blocks of type 'tool_use'", block(type="tool_use", id="a", name="b", input={})),
     ("messages[0].content[0].text", block(type="text")),
     ("messages[0].content[0].tool_use_id", block(type="tool_result", content="a")),
-    ("messages[0].content[0].content[0]: only", block(type="tool_result", tool_use_id="a", content=[{"type": "image"}])),
+    ("messages[0].content[0].content[0]: only", block(type="tool_result", tool_use_id="a", content=[{"type": "search_result"}])),
     ("messages[0].content[0].input", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}),
     ("system[0]", {"system": [{"type": "image"}]}),
     ("tools[0].name", {"tools": [{"name": "a b", "input_schema": {}}]}),

@@ -160,6 +160,53 @@ def test_lm_eval_scores_with_the_servers_tokenizer(client: httpx.Client) -> None
     assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(tokens) + 1
 
 
+SEEN = "[image omitted: this model reads text only]"
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+PICTURE_BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+RESULTS: dict[str, tuple[str, dict[str, Any], Any, Any]] = {  # a route, a request but its last message, one with a picture, one with a text
+    "codex": (
+        "/v1/responses",
+        {"max_output_tokens": 1, "input": [{"type": "function_call", "name": "view_image", "arguments": "{}", "call_id": "c"}]},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": PICTURE, "detail": "high"}]},
+        {"type": "function_call_output", "call_id": "c", "output": SEEN},
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {"max_tokens": 1, "messages": [*MESSAGES[:3]]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": SEEN},
+    ),
+    "claude code": (
+        "/v1/messages",
+        {"max_tokens": 1, "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "Read", "input": {}}]}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [PICTURE_BLOCK]}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": SEEN}]},
+    ),
+    "ollama": (
+        "/api/chat",
+        {"model": "m", "stream": False, "options": {"num_predict": 1}, "messages": [{"role": "user", "content": "hi"}]},
+        {"role": "tool", "tool_name": "see", "content": "", "images": ["iVBORw0KGgo="]},
+        {"role": "tool", "tool_name": "see", "content": SEEN},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_picture_in_a_result_is_named(client: httpx.Client, name: str) -> None:
+    """Refused, it would end the conversation, since a client sends it again with every message. In a user's message it is refused."""
+    route, body, picture, text = RESULTS[name]
+    key = "input" if "input" in body else "messages"
+    made, like = (client.post(route, json=body | {key: [*body[key], last]}) for last in (picture, text))
+    assert made.status_code == like.status_code == 200, made.text
+
+    def count_prompt(answer: dict[str, Any]) -> int:
+        used = answer.get("usage", answer)
+        return sum(used.get(key, 0) for key in ("prompt_eval_count", "prompt_tokens", "input_tokens", "cache_read_input_tokens",
+                                                "cache_creation_input_tokens"))  # fmt: skip
+
+    assert count_prompt(made.json()) == count_prompt(like.json()) > 0
+
+
 QWEN = "<|fim_prefix|>def f(<|fim_suffix|>\n<|fim_middle|>"
 AT_THE_CURSOR: dict[str, tuple[str, dict[str, Any]]] = {
     "llama.vim": (

@@ -18,7 +18,7 @@ from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, US
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import MAX_STOPS
 from ngramspec.server.error_responses import ApiError
-from ngramspec.server.openai.schemas import OpenAIRequest, StopString
+from ngramspec.server.openai.schemas import OpenAIRequest, Part, StopString
 from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
 from ngramspec.server.tool_fields import (
     MAX_TOOLS,
@@ -62,12 +62,7 @@ class MessagesTool(StrictModel):
         return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
 
 
-class TextBlock(StrictModel):
-    type: str
-    text: str | None = None
-
-
-class ResultBlock(TextBlock):
+class ResultBlock(Part):
     """A text, or the name of a tool that a search has found."""
 
     tool_name: str | None = None
@@ -80,7 +75,7 @@ class ToolChanged(StrictModel):
     definition: MessagesTool | None = None
 
 
-class Block(TextBlock):
+class Block(Part):
     """A text, a call that the assistant made, its result, a chain of thought, or a change of the tools."""
 
     id: str | None = None
@@ -131,7 +126,7 @@ class CountTokensRequest(OpenAIRequest):
     """A conversation, and what the answer may call. Fields that no one here knows are ignored, such as those of Anthropic's betas."""
 
     messages: Annotated[Items[ChatMessage], Field(min_length=1)]
-    system: str | Items[TextBlock] | None = None
+    system: str | Items[Part] | None = None
     tools: Annotated[Items[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
@@ -239,7 +234,7 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferre
                 call_id = _get(block.tool_use_id, f"{place}.tool_use_id")
                 content = block.content or ""
                 if not isinstance(content, str):
-                    content = _join([part for part in content if part.type != "tool_reference"], f"{place}.content")
+                    content = _join([part.name_media() for part in content if part.type != "tool_reference"], f"{place}.content")
                 text = "\n".join(filter(None, (content, _describe_tools(block.list_tools(deferred)))))
                 yield Turn(TOOL, text, call_id=call_id, name=names.get(call_id))
             case "tool_addition" | "tool_removal" if message.role == SYSTEM:
@@ -254,7 +249,7 @@ def _describe_tools(tools: Sequence[MessagesTool]) -> str:
     return "\n".join([TOOLS_LOADED, *(tool.describe() for tool in tools)]) if tools else ""
 
 
-def _join(content: str | Sequence[TextBlock], where: str) -> str:
+def _join(content: str | Sequence[Part], where: str) -> str:
     """Return the text of blocks. Raises ApiError (400)."""
     if isinstance(content, str):
         return content

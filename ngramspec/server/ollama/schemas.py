@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from ngramspec.options import MAX_INT
 from ngramspec.prompts.chat_template import ANSWER, Style
+from ngramspec.prompts.messages import PARTS, name_omitted
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Call, Turn
 from ngramspec.sampling_params import MAX_SEED, MAX_STOPS
 from ngramspec.server.error_responses import ApiError
@@ -132,10 +133,11 @@ class OllamaChatRequest(OllamaRequest):
             where = f"messages[{i}]"
             if message.role not in ROLES:
                 raise ApiError(400, f"{where}.role: must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role")
-            if message.images:
+            if message.images and message.role != TOOL:
                 raise ApiError(400, f"{where}.images: this model reads text only", param=f"{where}.images", code="not_supported")
             content = message.content or ""
             if message.role == TOOL:
+                content = PARTS.join(filter(None, (content, *(name_omitted("image") for _ in message.images or ()))))
                 call_id, name = message.tool_call_id, message.tool_name
                 call = next((call for call in waiting if call_id in (None, call.id) and name in (None, call.name)), None)
                 if call is not None:

@@ -316,7 +316,10 @@ def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
         raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
     if message.content is None and not calls:
         raise ApiError(400, f"{where}.content: is missing", param=f"{where}.content")
-    content = join_text(message.content or "", f"{where}.content", PARTS)
+    given = message.content or ""
+    if role == TOOL and not isinstance(given, str):
+        given = [part.name_media() for part in given]
+    content = join_text(given, f"{where}.content", PARTS)
     if role != TOOL:
         return Turn(role, content, calls, thoughts=(message.reasoning_content or message.reasoning or "") if role == ASSISTANT else "")
     if message.tool_call_id is None:

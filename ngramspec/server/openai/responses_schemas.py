@@ -213,7 +213,8 @@ def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
             return Turn(ASSISTANT, "", (Call(_there(item.call_id, f"{where}.call_id"), _there(item.name, f"{where}.name"), text),))
         case "function_call_output" | "custom_tool_call_output":
             number = _there(item.call_id, f"{where}.call_id")
-            output = _text(_there(item.output, f"{where}.output"), f"{where}.output")
+            given = _there(item.output, f"{where}.output")
+            output = _text(given if isinstance(given, str) else [part.name_media() for part in given], f"{where}.output")
             return Turn(TOOL, output, call_id=number, name=names.get(number))
         case other:
             kinds = "'message', 'function_call', 'function_call_output', 'custom_tool_call', 'custom_tool_call_output' or 'reasoning'"

@@ -6,11 +6,12 @@ dialects share come from `request_fields`. Plain declarations: what becomes of a
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
 from ngramspec.options import MAX_INT
+from ngramspec.prompts.messages import MEDIA, name_omitted
 from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
 from ngramspec.server.field_support import CHAT, COMPLETIONS
 from ngramspec.server.request_fields import OTHER_NAMES, Few, GenerationFields, Items, StrictModel, TokenId, add_sampling_fields
@@ -85,6 +86,10 @@ class CompletionRequest(ServerFields, OpenAIRequest):
 class Part(StrictModel):
     type: str
     text: str | None = None
+
+    def name_media(self) -> Self:
+        """Return a part of a tool's result: a text that names it if no model can read it here."""
+        return self.model_copy(update={"type": "text", "text": name_omitted(self.type)}) if self.type in MEDIA else self
 
 
 class Message(StrictModel):
