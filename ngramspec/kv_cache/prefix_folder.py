@@ -113,21 +113,27 @@ class PrefixFolder:
         self._writer.join()
 
     def _write_all(self) -> None:
+        """Write what waits. Of a disk that is full, or a folder that has gone, the log is told once, until a file can be written again."""
+        failed = False
         while (job := self._waiting.get()) is not None:
             name, body = job
             path = self.path / name
-            if path.exists():  # another process has computed it, too
-                continue
             partial = path.with_suffix(f".{secrets.token_hex(8)}{_PARTIAL}")
             try:
+                if path.exists():  # another process has computed it, too
+                    continue
                 partial.touch(0o600)
                 partial.write_bytes(_compute_checksum(name, body) + body)
                 partial.replace(path)
             except OSError as error:
                 self.known.discard(name)
-                partial.unlink(missing_ok=True)
-                log.warning("%s cannot be written: %s", path, error)
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
+                if not failed:
+                    log.warning("no prompts are kept for a later start until %s can be written: %s", self.path, error.strerror)
+                failed = True
                 continue
+            failed = False
             self._n_bytes += _DIGEST + len(body)
             self._n_written += _DIGEST + len(body)
             if self._n_bytes > self.max_bytes or self._n_written > RECOUNT * self.max_bytes:

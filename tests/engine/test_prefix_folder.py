@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,17 @@ def test_a_small_pool_takes_what_it_has_room_for(tmp_path: Path) -> None:
         done = tight.complete([LONG, SHORT, LONG], PARAMS)
         tight.runner.pool.check_integrity()
     assert [each.token_ids for each in done] == [first.token_ids, complete(None, SHORT).token_ids, first.token_ids]
+
+
+def test_a_folder_that_can_no_longer_be_written_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = complete(tmp_path, SHORT)
+    (folder,) = tmp_path.iterdir()
+    with build(tmp_path) as engine:
+        shutil.rmtree(folder)
+        folder.write_bytes(b"")
+        assert engine.complete(SHORT, PARAMS).token_ids == first.token_ids
+        engine.complete(LONG, PARAMS)
+    assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ class LlamaCompletionBody(LlamaRequest):
 class SlotFile(StrictModel):
     """The file of a slot that is saved or restored."""
 
-    filename: str
+    filename: str = ""
+    """Not read where a slot is erased."""
 
 
 class Chunk(StrictModel):
