@@ -47,7 +47,7 @@ from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.open_datastores import Store, check_store, name_datastores, open_store
 from ngramspec.speculative.proposer import Proposer
 from ngramspec.tokenizer.detokenizer import NoText, SpecialTokens, TextStream
-from ngramspec.tokenizer.encode import Prompt
+from ngramspec.tokenizer.encode import Prompt, check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -713,14 +713,13 @@ class Engine:
         if not add_special_tokens:
             return self.encode_text(text, parse_special=parse_special)
         if parse_special:
+            check_unicode(text, "tokenizer's input")
             return self._encoding.encode(text, "text").tolist()
         return self._prompt_maker.prompts.to_continue(text, parse_special=False)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids, with control tokens as text or without them. Raises InvalidInputError, TokenizerError."""
-        if isinstance(ids, str):
-            raise InvalidInputError(f"ids must be a flat list of token ids, got {ids!r:.80}")
-        checked = self._encoding.encode(ids, "list of token ids")
+        checked = self._encoding.check_ids(ids)
         return str(self._encoding.get_backend("detokenize").decode(checked.tolist(), skip_special_tokens=skip_special_tokens))
 
     def compile_grammar(self, grammar: Grammar, *, tenant: str | None = "") -> Constraint:

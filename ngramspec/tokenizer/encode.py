@@ -33,12 +33,14 @@ class Encoding:
             check_unicode(text, what)
             if self.tokenizer is None:
                 raise TokenizerError(f"a text {what} needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
-            ids = np.asarray(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], np.int64)
-        else:
-            given = _to_integers(text)
-            if given is None:
-                raise InvalidInputError(f"a {what} must be text or a flat list of token ids, got {text!r:.80}")
-            ids = given
+            return self.check_ids(np.asarray(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], np.int64))
+        return self.check_ids(text, f"a {what} must be text or")
+
+    def check_ids(self, given: Sequence[int] | np.ndarray, needed: str = "ids must be") -> np.ndarray:
+        """Return ids [n] int32 that are in bounds. `needed`: how an error begins for what is no list of ids. Raises InvalidInputError."""
+        ids = None if isinstance(given, str) else _to_integers(given)
+        if ids is None:
+            raise InvalidInputError(f"{needed} a flat list of token ids, got {given!r:.80}")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise InvalidInputError(f"token ids must be 0 to {self.vocab_size - 1}, got {int(ids.min() if ids.min() < 0 else ids.max())}")
         return ids.astype(np.int32)
@@ -48,7 +50,7 @@ class Encoding:
 
         Raises InvalidInputError, TokenizerError.
         """
-        check_unicode(text, "text")
+        check_unicode(text, "tokenizer's input")
         tokenizer, control = self._plain
         # Not `encode`: it keeps Python's lock, and with it every other thread, for the seconds that a long text takes.
         ids = np.asarray(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int64)
@@ -59,7 +61,10 @@ class Encoding:
 
         Raises InvalidInputError, TokenizerError.
         """
-        return self.encode(text, "text", add_special_tokens=False).tolist() if parse_special else self.encode_plain(text)
+        if not parse_special:
+            return self.encode_plain(text)
+        check_unicode(text, "tokenizer's input")
+        return self.encode(text, "text", add_special_tokens=False).tolist()
 
     def match_line_ends(self, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return a predicted output [n] int32 with the line ends (LF or CRLF) of most lines at the prompt's end, which a model keeps to."""

@@ -230,9 +230,12 @@ def test_tokens_and_texts(engine: Engine) -> None:
     assert engine.detokenize(engine.tokenize(text), skip_special_tokens=True) == "é\n"
     assert engine.tokenize("") == engine.tokenize("", parse_special=False) == []
     assert engine.detokenize([]) == ""
-    for wrong in ([-1], [320], ["a"], [[1]], [True], [1.5]):
-        with pytest.raises(InvalidInputError):
+    for wrong in ([-1], [320], ["a"], [5, "a"], [[1]], [True], [1.5], "a", None):
+        with pytest.raises(InvalidInputError, match=r"^(token ids must be 0 to 319|ids must be a flat list of token ids), got "):
             engine.detokenize(wrong)  # type: ignore[arg-type]
+    for given in ({}, {"parse_special": False}, {"add_special_tokens": False}):
+        with pytest.raises(InvalidInputError, match=r"^a tokenizer's input must be text, got "):
+            engine.tokenize([5], **given)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError):
         engine.tokenize("\ud800")
 

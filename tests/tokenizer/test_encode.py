@@ -55,7 +55,7 @@ def test_lone_surrogates(text: str) -> None:
 
 @pytest.mark.parametrize("text", [None, 5, ["a"], b"a"])
 def test_plain_takes_text_only(text: Any) -> None:
-    with pytest.raises(InvalidInputError, match="a text must be text, got"):
+    with pytest.raises(InvalidInputError, match="a tokenizer's input must be text, got"):
         BYTES.encode_plain(text)
 
 
