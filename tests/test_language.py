@@ -35,7 +35,7 @@ LIMITS = {  # a limit may only fall
     "functions with more than 9 arguments": 62,
     "modules over 500 lines": 2,
     "docstrings that begin with a preposition": 0,
-    "function docstrings without a sentence": 257,
+    "function docstrings without a sentence": 256,
     "module constants explained below": 63,
     "replaced words in docstrings": 36,
     "replaced words in pages": 0,

@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from inspect import signature
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +31,16 @@ from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
 from ngramspec.prompts.tool_calls.call_probe import detect_call_format
 from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
-from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Turn, write_tools_as_text
+from ngramspec.prompts.tool_calls.tool_prompt import (
+    ASSISTANT,
+    SYSTEM,
+    TOOL,
+    USER,
+    Turn,
+    separate_calls,
+    write_calls_as_text,
+    write_tools_as_text,
+)
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.tokenizer.encode import replace_lone_surrogates
 
@@ -195,10 +205,26 @@ class Prompts:
         return frozenset({*applied, *self._tokenizer.special_tokens_map, *DEFAULT_NAMESPACE, *_TOLD})
 
     def _plainly(self, turns: Sequence[Turn], tools: Tools) -> tuple[Sequence[Turn], Tools]:
-        """The same without tools, where there are some and the template knows none."""
-        if not (tools or any(turn.calls or turn.role == TOOL for turn in turns)) or self._learned is not None:
+        """Return the same as the template can show it: without tools if it knows none."""
+        if not (tools or any(turn.calls or turn.role == TOOL for turn in turns)):
             return turns, tools
-        return write_tools_as_text(turns, tools, takes_system=self._takes_system), ()
+        if (form := self._learned) is None:
+            return write_tools_as_text(turns, tools, takes_system=self._takes_system), ()
+        if form.in_text:
+            first, last = (self._replace_tokens(text, put=True) for text in (form.first, form.last))
+            return write_calls_as_text(turns, replace(form, first=first, last=last)), tools
+        return (separate_calls(turns) if form.between is None else turns), tools
+
+    @cached_property
+    def _stand_ins(self) -> dict[str, str]:
+        """What stands for the special tokens of calls that are written into the assistant's text, in which such tokens are text."""
+        return {token: _nonce() for token in self.calls.special} if self.calls.in_text else {}
+
+    def _replace_tokens(self, text: str, *, put: bool) -> str:
+        """Return the text with stand-ins for tokens (`put`), or with the tokens in their place again."""
+        for token, stand_in in self._stand_ins.items():
+            text = text.replace(token, stand_in) if put else text.replace(stand_in, token)
+        return text
 
     @cached_property
     def _learned(self) -> CallFormat | None:
@@ -238,7 +264,9 @@ class Prompts:
     def _rendered(self, told: _Told) -> str:
         """Raises InvalidInputError."""
         try:
-            return self._continued(told) if told.style.goes_on else self._template(*told[:2], told.style.answer_follows, **told.variables)
+            goes_on, follows = told.style.goes_on, told.style.answer_follows
+            text = self._continued(told) if goes_on else self._template(*told[:2], follows, **told.variables)
+            return self._replace_tokens(text, put=False)
         except TemplateLimitError as e:
             raise InvalidInputError(f"these messages are too much: {e}", param="messages", code="template_limit") from None
         except ValueError as e:

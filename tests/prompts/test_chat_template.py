@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.errors import InvalidInputError
 from ngramspec.prompts.chat_template import ANSWER, Prompts
-from ngramspec.prompts.tool_calls.tool_prompt import Turn
+from ngramspec.prompts.tool_calls.tool_prompt import Call, Turn
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -220,3 +220,46 @@ def test_a_template_knows_the_day_unless_it_is_told_another() -> None:
     turns = [Turn("user", "a")]
     assert prompts.text(turns) == today.strftime("%d %b %Y, %b %d %Y")
     assert prompts.text(turns, style=ANSWER._replace(variables={"date_string": "1 May"})) == today.strftime("1 May, %b %d %Y")
+
+
+SHOWS_TOOLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ONE_CALL = (
+    "{% for c in (m.tool_calls or [])[:1] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+)
+DECLARED = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}]
+CALLED = [
+    Turn("user", "a"),
+    Turn("assistant", "b", (Call("1", "f", '{"c": "d"}'), Call("2", "g", '{"e": [true]}')), thoughts="t"),
+    Turn("tool", "one", call_id="1", name="f"),
+    Turn("tool", "two", call_id="2", name="g"),
+    Turn("user", "<|tool_call_start|>"),
+]
+
+
+def test_calls_stand_one_by_one_if_a_template_shows_no_more() -> None:
+    prompts, _ = make(SHOWS_TOOLS.replace("CALLS", ONE_CALL))
+    written = prompts.text(CALLED, DECLARED)
+    _, _, asked = written.partition("user\na<")
+    places = [asked.find(each) for each in ("b<tool_call>", '"f"', "one", '"g"', "two")]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert written.count("<tool_call>") == 2
+    missing = prompts.text([*CALLED[:3], CALLED[4]], DECLARED)
+    assert '"g"' in missing, "a call without a result"
+
+
+def test_calls_that_a_template_does_not_show_stand_in_the_text() -> None:
+    tokenizer = extended(tiny.byte_tokenizer())
+    tokens = ["<|tool_call_start|>", "<|tool_call_end|>"]
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    engine = Tokenizing(tokenizer, SHOWS_TOOLS.replace("CALLS", ""))
+    prompts = Prompts(engine)  # type: ignore[arg-type]
+    written = prompts.text(CALLED, DECLARED)
+    assert 'assistant\nb<|tool_call_start|>[f(c="d"), g(e=[True])]<|tool_call_end|><|im_end|>' in written
+    found = control_texts(engine, prompts.chat(CALLED, DECLARED))
+    assert [found.count(token) for token in tokens] == [1, 1], "the user's is text"
+    assert prompts.calls.in_text

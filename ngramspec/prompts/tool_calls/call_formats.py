@@ -5,6 +5,7 @@ A `CallFormat` is data: `call_probe` finds it in a chat template, `call_grammar`
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class CallFormat:
     """The template takes arguments as text and not as an object."""
     pairs: Pairs | None = None
     """None: arguments are JSON."""
+    in_text: bool = False
+    """The template shows tools and results but no calls: earlier ones are written into the assistant's text."""
 
     @property
     def _object(self) -> re.Match[str] | None:
@@ -140,9 +143,23 @@ class CallFormat:
         return shown.replace(ID, "").replace(INDEX, "").strip()
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the text of these calls (name, arguments as JSON) in a format of JSON without ids."""
+        """Return the text of these calls (name, arguments as JSON) in a format of JSON or of quoted pairs, without ids."""
         assert self.between is not None
-        return self.first + self.between.join(name + self.middle + arguments for name, arguments in calls) + self.last
+        return self.first + self.between.join(name + self.middle + self._write_arguments(given) for name, given in calls) + self.last
+
+    def _write_arguments(self, arguments: str) -> str:
+        if self.pairs is None:
+            return arguments
+        try:
+            values = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return arguments
+        if not isinstance(values, dict):
+            return arguments
+        return self.pairs.between.join(
+            key + self.pairs.to_value + (json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value))
+            for key, value in values.items()
+        )
 
     def _remove_special(self, text: str) -> str:
         for token in self.special:
@@ -175,4 +192,25 @@ HERMES = CallFormat(
     middle='", "arguments": ',
     between='}\n</tool_call>\n<tool_call>\n{"name": "',
     last="}\n</tool_call>",
+)
+
+# Forms of models whose templates show tools but no calls, by the token that begins a call: LFM 2 and Granite 3.
+WRITTEN_IN_TEXT = (
+    CallFormat(
+        first="<|tool_call_start|>[",
+        middle="(",
+        between="), ",
+        last=")]<|tool_call_end|>",
+        special=("<|tool_call_start|>", "<|tool_call_end|>"),
+        pairs=Pairs("", ", ", "=", "", "=", "", quoted=True),
+        in_text=True,
+    ),
+    CallFormat(
+        first='<|tool_call|>[{"name": "',
+        middle='", "arguments": ',
+        between='}, {"name": "',
+        last="}]",
+        special=("<|tool_call|>",),
+        in_text=True,
+    ),
 )

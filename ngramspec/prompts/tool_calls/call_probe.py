@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ngramspec.prompts.tool_calls.call_formats import HERMES, ID, INDEX, CallFormat, Pairs
+from ngramspec.prompts.tool_calls.call_formats import HERMES, ID, INDEX, WRITTEN_IN_TEXT, CallFormat, Pairs
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
 """(messages, tools, whether the assistant's answer follows) -> the rendered template. Raises ValueError if the template refuses."""
@@ -38,8 +38,10 @@ def detect_call_format(render: Render, special: Sequence[str]) -> CallFormat | N
     for as_text in (False, True):
         try:
             probe = _Probe(render, special, as_text=as_text)
-            if not probe.shows_calls():
+            if not probe.shows_tools():
                 continue
+            if not probe.shows_calls():
+                return next((form for form in WRITTEN_IN_TEXT if form.trigger in special), None)
             found = probe.find_format()
         except ValueError:
             continue
@@ -72,25 +74,28 @@ class _Probe:
         self._generation = self._generation or (found[0] if found else "")
         self._plain = self._render_answer({"content": _PLAIN})
 
-    def shows_calls(self) -> bool:
-        """Return whether the template prints tools, a call and its result. Raises ValueError if it refuses."""
+    def shows_tools(self) -> bool:
+        """Return whether the template prints tools and the results of calls. Raises ValueError if it refuses."""
         if _NAMES[0] not in self._before:
             return False
         result = {"role": "tool", "content": _RESULT, "tool_call_id": _IDS[0], "name": _NAMES[0]}
         user = {"role": "user", "content": _USER}
         called = {"role": "assistant", "content": "", "tool_calls": self._make_calls(_ARGUMENTS)}
-        answered = self._render([user, called, result], self._tools, True)
-        return _RESULT in answered and _NAMES[0] in answered.rpartition(_USER)[2] and _TEXT in answered
+        return _RESULT in self._render([user, called, result], self._tools, True)
+
+    def shows_calls(self) -> bool:
+        """Return whether the template prints the name and the arguments of a call. Raises ValueError if it refuses."""
+        shown = self._render_calls(_ARGUMENTS)
+        return _NAMES[0] in shown.rpartition(_USER)[2] and _TEXT in shown
 
     def find_format(self) -> CallFormat | None:
         """Return the format; None if it cannot be described. Raises ValueError if the template refuses."""
         one = self._render_calls(_ARGUMENTS)
         pairs, arguments = None, _ARGUMENTS_AS_JSON
         if not arguments.search(one):
-            found = self._find_pairs(one)
-            if found is None:
+            if (written := self._find_pairs(one)) is None:
                 return None
-            pairs, arguments = found
+            pairs, arguments = written
         parts = self._split_calls(one, arguments, 1)
         if parts is None:
             return None
@@ -101,9 +106,8 @@ class _Probe:
         if two is not None:
             parts = _join_parts(parts, two)
         last = self._cut_end_of_turn(parts.last)
-        around = (parts.first, parts.middles[0], parts.between or "", last, *(pairs or ())[:6])
-        special = tuple(token for token in self._special if any(token in each for each in around))
-        return CallFormat(parts.first, parts.middles[0], parts.between, last, special, self._as_text, pairs)
+        found = CallFormat(parts.first, parts.middles[0], parts.between, last, (), self._as_text, pairs)
+        return replace(found, special=_find_tokens(found, self._special))
 
     def _find_pairs(self, one: str) -> tuple[Pairs, re.Pattern[str]] | None:
         """Return how arguments are written as keys and values, and the pattern of `_ARGUMENTS` so written; None if they are not."""
@@ -217,6 +221,12 @@ def _split_at(text: str, words: Sequence[str]) -> list[str] | None:
             return None
         pieces.append(piece)
     return [*pieces, text]
+
+
+def _find_tokens(form: CallFormat, special: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the special tokens that the format has."""
+    around = (form.first, form.middle, form.between or "", form.last, *(form.pairs or ())[:6])
+    return tuple(token for token in special if any(token in each for each in around))
 
 
 def _find_common_start(one: str, other: str) -> str:

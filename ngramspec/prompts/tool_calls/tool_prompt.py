@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ngramspec.prompts.tool_calls.call_formats import HERMES
+from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
 
 ASSISTANT, SYSTEM, TOOL, USER = "assistant", "system", "tool", "user"
 _TOOLS_TEXT = """# Tools
@@ -49,6 +49,32 @@ class Turn(NamedTuple):
     """The name of the tool whose turn this is."""
     thoughts: str = ""
     """What the assistant thought before, which some templates show."""
+
+
+def write_calls_as_text(turns: Sequence[Turn], form: CallFormat) -> list[Turn]:
+    """Return the same chat with the assistant's calls in its text."""
+    return [
+        turn._replace(content=f"{turn.content}{form.write([(call.name, call.arguments) for call in turn.calls])}", calls=())
+        if turn.calls
+        else turn
+        for turn in turns
+    ]
+
+
+def separate_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the same chat with one call in a turn, and its result after it, for templates that show no more."""
+    separate: list[Turn] = []
+    waiting: list[Turn] = []  # calls whose results follow
+    for turn in turns:
+        if turn.role == TOOL and waiting:
+            answered = next((call for call in waiting if call.calls[0].id == turn.call_id), waiting[0])
+            separate += [answered, turn]
+            waiting.remove(answered)
+            continue
+        separate += waiting
+        waiting = [turn._replace(calls=(call,)) if not i else Turn(ASSISTANT, "", (call,)) for i, call in enumerate(turn.calls)]
+        separate += [] if waiting else [turn]
+    return separate + waiting
 
 
 def write_tools_as_text(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, takes_system: bool) -> list[Turn]:
