@@ -131,6 +131,8 @@ class Prompts:
         """Return what reads an answer. `held`: a grammar holds all of it to calls, or to a form."""
         if not box.tools and not (thoughts is not None and self.thought_marks is HARMONY):  # whose answer stands in marks, too
             return StreamParser(None, self.marks, thoughts)
+        if thoughts is not None:
+            thoughts.end_before_calls((begin for begin in self.calls.begins if begin[:1] in "<["), self._specials)
         reader = CallReader(self.calls, box.known, held=held, calls_only=box.required, several=box.several)
         return StreamParser(reader, self.marks, thoughts)
 

@@ -7,6 +7,7 @@ templates nor requests.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 
@@ -61,9 +62,19 @@ class ThoughtReader:
         """Start a text. `is_open`: it begins within thoughts, since the prompt ended with their mark."""
         self._marks, self._waiting = marks, list[Piece]()
         self._state = self._read_blanks if is_open else self._read_answer if marks.recurs else self._read_beginning
-        self._is_thought = is_open
+        self._is_thought, self._thinks = is_open, False  # `_thinks`: some thoughts were passed on
+        self._calls: list[tuple[str, bool]] = []
+        """What calls begin with, and whether at the beginning of a line alone."""
         self.n_tokens = 0
         """Tokens of thoughts so far, with their marks."""
+
+    def end_before_calls(self, begins: Iterable[str], special: Collection[str]) -> None:
+        """Let thoughts end where a call begins, too: models forget their end.
+
+        begins: what calls begin with; `special`: those that are tokens no text shows. Others count at the beginning of a line alone.
+        """
+        if not self._marks.recurs:
+            self._calls = [(begin, begin not in special) for begin in begins]
 
     def push(self, text: str, *, is_special: bool = False) -> list[Piece]:
         """Take the next token; return what is known now."""
@@ -123,14 +134,26 @@ class ThoughtReader:
         return found
 
     def _read_thought(self, text: str) -> list[Piece]:
-        end = self._marks.end
-        at = text.find(end)
-        shown = len((text[:at] if at >= 0 else text[: len(text) - _find_overlap(text, end)]).rstrip())
+        ends = [(text.find(self._marks.end), len(self._marks.end)), *((self._find_call(text, *each), 0) for each in self._calls)]
+        at, length = min((each for each in ends if each[0] >= 0), default=(-1, 0))
+        kept = max(_find_overlap(text, mark) for mark in (self._marks.end, *(begin for begin, _ in self._calls)))
+        shown = len((text[:at] if at >= 0 else text[: len(text) - kept]).rstrip())
         found = [piece._replace(is_thought=True) for piece in self._take(shown)]
+        self._thinks = self._thinks or bool(found)
         if at >= 0:
-            self._take(at + len(end) - shown)
+            self._take(at + length - shown)
             self._state, self._is_thought = self._read_blanks, False
         return found
+
+    def _find_call(self, text: str, begin: str, at_line: bool) -> int:
+        """Return where a call begins in thoughts; -1 if there is none. The blanks before it are in the text: those at its end wait."""
+        at = text.find(begin)
+        while at_line and at >= 0:
+            before = text[:at].rstrip(" \t")
+            if before.endswith("\n") or not (before or self._thinks):
+                break
+            at = text.find(begin, at + 1)
+        return at
 
     def _read_answer(self, text: str) -> list[Piece]:
         if not self._marks.recurs:

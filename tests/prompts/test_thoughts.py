@@ -62,6 +62,27 @@ def test_harmony_thinks_between_parts_of_the_answer() -> None:
     assert rest.endswith("<|channel|>final<|message|>It is 2.<|return|>")
 
 
+@pytest.mark.parametrize(
+    ("text", "is_open", "thoughts", "answer"),
+    [
+        ("So.\n<call>x</call>", True, "So.", "<call>x</call>"),
+        ("<call>x", True, "", "<call>x"),
+        ("<think>\n<call>x", False, "", "<call>x"),
+        ("I use <call> now.</think><call>x", True, "I use <call> now.", "<call>x"),
+        ("So.[CALL]x", True, "So.", "[CALL]x"),
+        ("So\n<cal", True, "So\n<cal", ""),
+        ("a</think>b\n<call>", True, "a", "b\n<call>"),
+    ],
+)
+def test_a_call_ends_thoughts(text: str, is_open: bool, thoughts: str, answer: str) -> None:
+    for size in (1, 2, 5, 100):
+        reader = ThoughtReader(THINK, is_open=is_open)
+        reader.end_before_calls(["<call>", "[CALL]"], ["[CALL]"])
+        found = [each for at in range(0, len(text), size) for each in reader.push(text[at : at + size])] + reader.finish()
+        assert "".join(piece.text for piece in found if piece.is_thought) == thoughts
+        assert "".join(piece.text for piece in found if not piece.is_thought) == answer
+
+
 ANSWERED = ThoughtMarks("<think>", "</think>", answer="answer")
 
 
