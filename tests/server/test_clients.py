@@ -117,6 +117,8 @@ CHATS: dict[str, dict[str, Any]] = {
     ),
     "zed": TOOLED | {"max_completion_tokens": 4, "stop": [], "parallel_tool_calls": False, "prompt_cache_key": "a"},
     "cline": {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "reasoning_effort": "medium"},
+    "roo code": STREAMED | {"tools": [{"type": "function", "function": CHAT_TOOL["function"] | {"strict": True}}], "tool_choice": "auto",
+                            "temperature": 0, "parallel_tool_calls": True},
     "opencode": STREAMED | {"tools": [ZOD_TOOL], "tool_choice": "auto", "max_tokens": 4},
     "qwen code": STREAMED | {"tools": [ZOD_TOOL], "max_tokens": 4},
     "pydantic-ai": {"stream": False, "tool_choice": "required",

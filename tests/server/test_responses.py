@@ -217,25 +217,40 @@ def test_calls_are_gone_on_from(reciting: openai.OpenAI) -> None:
     again = reciting.responses.create(input=results, previous_response_id=made.id, max_output_tokens=1)
     whole: Any = [{"role": "user", "content": "draw"}, *(item.model_dump(exclude_none=True) for item in made.output), *results]
     like = reciting.responses.create(input=whole, max_output_tokens=1)
+    named: Any = [{"role": "user", "content": "draw"}, *({"type": "item_reference", "id": item.id} for item in made.output), *results]
+    referring = reciting.responses.create(input=named, max_output_tokens=1)  # as the AI SDK does with what was stored
+    later = reciting.responses.create(input="on", previous_response_id=referring.id, max_output_tokens=1)
+    reciting.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError, match=r"input\[1\].id"):
+        reciting.responses.create(input=named, max_output_tokens=1)
     assert again.usage is not None
     assert like.usage is not None
-    assert again.usage.input_tokens == like.usage.input_tokens
+    assert referring.usage is not None
+    assert later.usage is not None
+    assert again.usage.input_tokens == like.usage.input_tokens == referring.usage.input_tokens < later.usage.input_tokens
+    twice: Any = [{"id": referring.output[0].id}, {"id": referring.output[0].id}]
+    with pytest.raises(openai.BadRequestError, match="twice"):
+        reciting.responses.create(input=twice, max_output_tokens=1)
 
 
 def test_responses_of_a_tenant_are_bounded_and_its_own() -> None:
     store = ResponseStore(max_bytes=2000)
     for i in range(10):
-        store.put("a", {"id": f"a{i}", "text": "x" * 400}, [])
-    store.put("b", {"id": "b0"}, [{"type": "message"}])
+        store.put("a", {"id": f"a{i}", "text": "x" * 400, "output": [{"id": f"m{i}"}]}, [])
+    store.put("b", {"id": "b0", "output": []}, [{"type": "message"}])
     kept = [i for i in range(10) if _is_there(store, "a", f"a{i}")]
     assert kept == list(range(10 - len(kept), 10))
     assert 3 <= len(kept) <= 4
+    assert store.get_item("a", "m9", "id") == {"id": "m9"}
+    for tenant, item in (("a", "m0"), ("b", "m9")):
+        with pytest.raises(ApiError):
+            store.get_item(tenant, item, "id")
     assert not _is_there(store, "a", "b0")
-    store.put("a", {"id": "large", "text": "x" * 3000}, [])
+    store.put("a", {"id": "large", "text": "x" * 3000, "output": []}, [])
     assert not _is_there(store, "a", "large")
     assert _is_there(store, "a", "a9")
     store.delete("a", "a9")
-    store.put("a", {"id": "a10", "text": "x" * 400}, [])
+    store.put("a", {"id": "a10", "text": "x" * 400, "output": []}, [])
     assert _is_there(store, "a", f"a{kept[0]}"), "what was deleted takes no room"
     with pytest.raises(ApiError):
         store.delete("b", "a10")
@@ -262,7 +277,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("input", {"input": []}),
     ("input", {"input": None}),
     ("input", {"input": [{"type": "reasoning", "summary": []}]}),
-    ("input[0].type", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+    ("input[0].type", {"input": [{"type": "computer_call", "id": "msg_1"}]}),
     ("input[0].role", {"input": [{"role": "tool", "content": "a"}]}),
     ("input[0].role", {"input": [{"content": "a"}]}),
     ("input[0].content", {"input": [{"role": "user"}]}),

@@ -29,6 +29,7 @@ class ResponseStore:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._items: dict[tuple[str, str], dict[str, Any]] = {}  # of output, by tenant and id
         self._n_bytes: dict[str, int] = {}
 
     def put(self, tenant: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
@@ -38,9 +39,10 @@ class ResponseStore:
             return
         responses = self._tenants.setdefault(tenant, OrderedDict())
         responses[response["id"]] = stored
+        self._items |= {(tenant, item["id"]): item for item in response["output"]}
         self._n_bytes[tenant] = self._n_bytes.get(tenant, 0) + stored.n_bytes
         while self._n_bytes[tenant] > self._max_bytes:
-            self._n_bytes[tenant] -= responses.popitem(last=False)[1].n_bytes
+            self.delete(tenant, next(iter(responses)))
 
     def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
         """Raises ApiError 404 for a response that is not there, or is another tenant's. `param`: the field that names it."""
@@ -50,7 +52,18 @@ class ResponseStore:
             raise ApiError(404, why, param=param, code="response_not_found")
         return stored
 
+    def get_item(self, tenant: str, item_id: str, param: str) -> dict[str, Any]:
+        """Return an item of a stored response's output. Raises ApiError 404 as `get` does."""
+        item = self._items.get((tenant, item_id))
+        if item is None:
+            why = f"{param}: there is no item {item_id[:100]!r} in the output of a stored response"
+            raise ApiError(404, why, param=param, code="item_not_found")
+        return item
+
     def delete(self, tenant: str, response_id: str) -> None:
         """Raises ApiError 404 as `get` does."""
-        self._n_bytes[tenant] = self._n_bytes.get(tenant, 0) - self.get(tenant, response_id).n_bytes
+        stored = self.get(tenant, response_id)
+        self._n_bytes[tenant] -= stored.n_bytes
         del self._tenants[tenant][response_id]
+        for item in stored.response["output"]:
+            del self._items[tenant, item["id"]]

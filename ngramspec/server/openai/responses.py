@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any
@@ -42,6 +43,7 @@ def make_router(state: ServerState) -> APIRouter:
     async def respond(body: ResponsesRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
         """Answer with text, or with calls of functions."""
         body.check()
+        body.fill_references(functools.partial(store.get_item, identity.tenant))
         if body.previous_response_id is not None:
             body.go_on(store.get(identity.tenant, body.previous_response_id, "previous_response_id").items)
         with in_its_words():

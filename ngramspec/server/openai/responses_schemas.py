@@ -6,6 +6,7 @@ JSON that was parsed enters, turns, a `Toolbox` and the form of an answer leave.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
@@ -42,9 +43,10 @@ class Text(Part):
 
 
 class InputItem(StrictModel):
-    """A message, thoughts, a call that the assistant made, or its result."""
+    """A message, thoughts, a call that the assistant made, its result, or a reference to one of these by its `id`."""
 
     type: str | None = None
+    id: str | None = None
     role: str | None = None
     content: str | Items[Text] | None = None
     summary: Items[Text] | None = None
@@ -124,6 +126,19 @@ class ResponsesRequest(OpenAIRequest):
         if self.text is not None and (wanted := self.text.format) is not None:
             named = {"json_schema": {"schema": wanted.json_schema}} if wanted.type == "json_schema" else {}
             self.response_format = ResponseFormat.model_validate({"type": wanted.type} | named)
+
+    def fill_references(self, get_item: Callable[[str, str], dict[str, Any]]) -> None:
+        """Put items of earlier responses in place of references. `get_item` takes an id and the field that has it. Raises ApiError."""
+        if isinstance(self.input, str):
+            return
+        names = set[str]()
+        for i, item in enumerate(self.input):
+            if item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None):
+                name = _there(item.id, where := f"input[{i}].id")
+                if name in names:
+                    raise ApiError(400, f"{where}: {name[:100]!r} is referred to twice", param=where, code="duplicate_item")
+                names.add(name)
+                self.input[i] = InputItem.model_validate(get_item(name, where))
 
     def go_on(self, items: list[dict[str, Any]]) -> None:
         """Put the items of earlier responses before the input."""
@@ -217,7 +232,10 @@ def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
             output = _text(given if isinstance(given, str) else [part.name_media() for part in given], f"{where}.output")
             return Turn(TOOL, output, call_id=number, name=names.get(number))
         case other:
-            kinds = "'message', 'function_call', 'function_call_output', 'custom_tool_call', 'custom_tool_call_output' or 'reasoning'"
+            kinds = (
+                "'message', 'function_call', 'function_call_output', 'custom_tool_call', 'custom_tool_call_output', 'reasoning' "
+                "or 'item_reference'"
+            )
             why = f"{where}.type: must be {kinds}, got {other[:40]!r}"
             raise ApiError(400, why, param=f"{where}.type", code="not_supported")
 
