@@ -26,7 +26,7 @@ from ngramspec.backends.cpu.matmul import (
     multiply,
     quantise_row,
 )
-from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models.expert_weights import ONE_GROUP, ExpertGroups
 from ngramspec.sampling.numeric import compute_sigmoid, exp
@@ -261,10 +261,8 @@ def _gather_rows(state, part, m, order, starts, n_active, rows, pairs):
         needed |= _find_step(order, starts[i], starts[i + 1]) < 0
     if not needed:
         return
-    while True:
-        i = take_piece(state, part, n_active)
-        if i >= n_active:
-            break
+    i = take_piece(state, part)
+    while i < n_active:
         if _find_step(order, starts[i], starts[i + 1]) < 0:
             for p in range(starts[i], starts[i + 1]):
                 r = order[p]
@@ -278,7 +276,7 @@ def _gather_rows(state, part, m, order, starts, n_active, rows, pairs):
                 if m[GATE, INT8] == 0 or m[UP, INT8] == 0:
                     for j in range(x.shape[1]):
                         pairs.x[p, j] = x[r, j]
-        finish_piece(state, part)
+        i = take_next_piece(state, part)
     wait_for_pieces(state, part, n_active)
 
 
@@ -307,10 +305,8 @@ def _run_inner_part(state, part, m, code, choice, n_active, row_inputs, pair_inp
     n_blocks = (n_panels * WIDTH + DEPTH - 1) // DEPTH
     per_expert = (n_blocks + SUPER - 1) // SUPER
     total = n_active * per_expert
-    while True:
-        piece = take_piece(state, part, total)
-        if piece >= total:
-            break
+    piece = take_piece(state, part)
+    while piece < total:
         i, first = piece // per_expert, piece % per_expert * SUPER
         end = min(n_blocks, first + SUPER)
         start, n_rows = starts[i], starts[i + 1] - starts[i]
@@ -328,7 +324,7 @@ def _run_inner_part(state, part, m, code, choice, n_active, row_inputs, pair_inp
                 (both[p, 0, a:b].ctypes.data, both[p, 1, a:b].ctypes.data, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0),
             )
             quantise_row(quantise, row, codes[p, :, a:b], act_scales[p, :, first:end])
-        finish_piece(state, part)
+        piece = take_next_piece(state, part)
     wait_for_pieces(state, part, total)
 
 
@@ -341,10 +337,8 @@ def _run_outer_part(state, part, n_threads, m, tables, choice, n_active, middle_
     step = max(1, min(n_active * n_panels // (SHARES * n_threads), CACHED // m[DOWN, PANEL_BYTES], n_panels))
     per_expert = (n_panels + step - 1) // step
     total = n_active * per_expert
-    while True:
-        piece = take_piece(state, part, total)
-        if piece >= total:
-            break
+    piece = take_piece(state, part)
+    while piece < total:
         i, first = piece // per_expert, piece % per_expert * step
         start, panel = starts[i], active[i] * n_panels
         y = added.ctypes.data + start * added.strides[0] - panel * 4 * WIDTH
@@ -352,7 +346,7 @@ def _run_outer_part(state, part, n_threads, m, tables, choice, n_active, middle_
             m[DOWN], tables, panel + first, panel + min(n_panels, first + step), starts[i + 1] - start,
             _shift_rows(middle_inputs, start, np.int64(1)), y, added.strides[0],
         )  # fmt: skip
-        finish_piece(state, part)
+        piece = take_next_piece(state, part)
     wait_for_pieces(state, part, total)
 
 
@@ -395,11 +389,9 @@ def run_chosen(state, part, n_threads, layer, code, rows, choice, pairs, out):
     middle = locate_rows(pairs.middle, pairs.middle_codes, pairs.middle_act_scales)
     _run_outer_part(state, part + 2, n_threads, m, code[0], choice, n_active, middle, pairs)
     pieces = min(n_rows, PIECES)
-    while True:
-        i = take_piece(state, part + 3, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part + 3)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             _sum_experts(r, options, pairs.weights[r], place, pairs.added, out[r])
-        finish_piece(state, part + 3)
+        i = take_next_piece(state, part + 3)
     wait_for_pieces(state, part + 3, pieces)

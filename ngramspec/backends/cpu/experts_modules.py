@@ -17,7 +17,7 @@ from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.experts import Experts
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, locate_rows, make_code_buffers, quantise_row
-from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import make_counters, take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.models import expert_routing
 from ngramspec.models.expert_routing import CORRECTION, RouterOptions, RouterParts
@@ -37,12 +37,10 @@ def _run_share(state, m, options, tables, functions, rows, pairs, out, n_threads
     """Run one thread's share of the experts of all rows."""
     x, codes, act_scales = rows
     n_rows = x.shape[0]
-    while True:
-        r = take_piece(state, 0, n_rows)
-        if r >= n_rows:
-            break
+    r = take_piece(state, 0)
+    while r < n_rows:
         quantise_row(functions[0], x[r], codes[r], act_scales[r])
-        finish_piece(state, 0)
+        r = take_next_piece(state, 0)
     wait_for_pieces(state, 0, n_rows)
     choice = moe.allocate_choice(n_rows, pairs, options[0])
     where = n_rows, locate_rows(x, codes, act_scales), rows

@@ -18,7 +18,7 @@ from ngramspec.backends.cpu.llama_pass import run_product_part
 from ngramspec.backends.cpu.matmul import PANELS, locate_rows
 from ngramspec.backends.cpu.norms import compute_norm_scale
 from ngramspec.backends.cpu.recurrent_rows import convolve_rows, copy_numbers, find_slots, note_positions, plan_rows
-from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.numeric import compute_sigmoid, compute_silu, compute_softplus, exp
 
@@ -139,15 +139,13 @@ def run_recurrent(part, layer, shared):
     wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
     run_product_part(state, part, n_threads, of_layer, columns, tables, n_rows, wide, qkv)
     n_keys, slots = options[N_KEY_HEADS], find_slots(p)
-    while True:
-        head = take_piece(state, part + 1, n_keys)
-        if head >= n_keys:
-            break
+    head = take_piece(state, part + 1)
+    while head < n_keys:
         first = np.int64(0)
         for b in range(slots.shape[0]):
             rows = p, qkv, (columns[1], columns[2], columns[3]), (first, np.int64(p.roots[b]), np.int64(p.ends[b]))
             _mix_rows(head, i_layer, rows, (conv, rates, norms), states, slots[b], options, numbers[EPS], mixed)
             first = np.int64(p.ends[b])
-        finish_piece(state, part + 1)
+        head = take_next_piece(state, part + 1)
     wait_for_pieces(state, part + 1, n_keys)
     note_positions(p, i_layer, slots, states)

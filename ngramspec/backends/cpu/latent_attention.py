@@ -32,7 +32,7 @@ from ngramspec.backends.cpu.matmul import (
     quantise_row,
 )
 from ngramspec.backends.cpu.norms import norm_row
-from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.compiled_calls import call_compiled
 
@@ -111,10 +111,8 @@ def _run_head_products(state, part, n_threads, m, n_heads, tables, n_rows, heads
     step = max(1, min(m[PANELS] // (SHARES * n_threads), CACHED // m[PANEL_BYTES], n_panels))
     per_head = (n_panels + step - 1) // step
     total = n_heads * per_head
-    while True:
-        piece = take_piece(state, part, total)
-        if piece >= total:
-            break
+    piece = take_piece(state, part)
+    while piece < total:
         h, first = piece // per_head, piece % per_head * step
         panel = h * n_panels
         inputs = (
@@ -123,7 +121,7 @@ def _run_head_products(state, part, n_threads, m, n_heads, tables, n_rows, heads
         )  # fmt: skip
         to = y_at + h * y_head - panel * 4 * WIDTH
         multiply(m, tables, panel + first, panel + min(n_panels, first + step), n_rows, inputs, to, y_step)
-        finish_piece(state, part)
+        piece = take_next_piece(state, part)
     wait_for_pieces(state, part, total)
 
 
@@ -157,10 +155,8 @@ def run_latent(part, layer, shared):
     run_product_part(state, part, threads, m[:2], columns, tables, n_rows, wide, inputs)
     pieces = min(n_rows, PIECES)
     for step in range(1 if query_rank else 2, 3):  # before and after a second matrix of queries, or both at once
-        while True:
-            i = take_piece(state, part + 1, pieces)
-            if i >= pieces:
-                break
+        i = take_piece(state, part + 1)
+        while i < pieces:
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 at = p.positions[r]
                 turn = cos[which, at], sin[which, at], interleaved
@@ -175,7 +171,7 @@ def run_latent(part, layer, shared):
                 else:
                     scale = scales[at] if scales.shape[0] else np.float32(1)
                     _turn_queries(queries[r], options, scale, turn, quantise, head_codes[r], head_scales[r], q[r])
-            finish_piece(state, part + 1)
+            i = take_next_piece(state, part + 1)
         wait_for_pieces(state, part + 1, pieces)
         part += 1
         if step == 1:
@@ -186,23 +182,19 @@ def run_latent(part, layer, shared):
     _run_head_products(state, part + 1, threads, more[KEYS], n_heads, tables, n_rows, heads, (q.ctypes.data, q.strides[1], q.strides[0]))
     by_rows, by_heads = n_splits(p.items.shape[0], n_rows, np.int64(1), n_heads, threads)
     n_pieces = p.items.shape[0] * by_rows * by_heads
-    while True:
-        i = take_piece(state, part + 2, n_pieces)
-        if i >= n_pieces:
-            break
+    i = take_piece(state, part + 2)
+    while i < n_pieces:
         rows, of_layer = (p.items, p.tables, p.positions, p.bases, p.paths), (numbers[SCALE], windows[layer], numbers[SOFTCAP], no_sinks)
         call_compiled(functions[ATTEND], (i, by_rows, by_heads, q, keys, values, latents, *rows, *of_layer))
-        finish_piece(state, part + 2)
+        i = take_next_piece(state, part + 2)
     wait_for_pieces(state, part + 2, n_pieces)
     if quantise:
-        while True:
-            i = take_piece(state, part + 3, pieces)
-            if i >= pieces:
-                break
+        i = take_piece(state, part + 3)
+        while i < pieces:
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 for h in range(n_heads):
                     quantise_row(quantise, latents[r, h], head_codes[r, h, :, :rank], head_scales[r, h, :, : rank // DEPTH])
-            finish_piece(state, part + 3)
+            i = take_next_piece(state, part + 3)
         wait_for_pieces(state, part + 3, pieces)
     heads = _locate_heads(latents, rank, head_codes, head_scales)
     _run_head_products(state, part + 4, threads, m[2], n_heads, tables, n_rows, heads, (mixed.ctypes.data, 4 * value_dim, mixed.strides[0]))

@@ -26,7 +26,7 @@ from ngramspec.backends.cpu.llama_pass import (
 )
 from ngramspec.backends.cpu.matmul import BLOCKS, PANELS, locate_rows, quantise_row
 from ngramspec.backends.cpu.norms import compute_norm_scale, norm_row
-from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 
 # Norms of a layer's end: of the projected input, and those of `llama_layers.ExpertNorms`.
@@ -58,23 +58,19 @@ def _make_inputs(part, shared):
     hidden, n_rows, n_wide = model.work[0].shape[1], ids.shape[0], normed.shape[1]
     embedding, projection, table = of_model[of_model.shape[0] - 2], matrices[2 * n_layers : 2 * n_layers + 1], matrices[2 * n_layers + 1]
     pieces = min(n_rows, PIECES)
-    while True:
-        i = take_piece(state, part, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part)
+    while i < pieces:
         panel = np.empty((embedding[BLOCKS] * DEPTH, WIDTH), np.float32)
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             embed_token(functions[UNPACK], embedding, ids[r], numbers[EMBEDDING_SCALE], panel, normed[r, :hidden])
             quantise_row(functions[QUANTISE], normed[r], codes[r, :, :n_wide], act_scales[r, :, : n_wide // DEPTH])
-        finish_piece(state, part)
+        i = take_next_piece(state, part)
     wait_for_pieces(state, part, pieces)
     wide = locate_rows(normed, codes[:, :, :n_wide], act_scales[:, :, : n_wide // DEPTH])
     one = np.zeros(1, np.int64)
     run_product_part(state, part + 1, n_threads, projection, one, tables, n_rows, wide, inputs)
-    while True:
-        i = take_piece(state, part + 2, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part + 2)
+    while i < pieces:
         of_token, panel = np.empty(n_layers * n_inputs, np.float32), np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             embed_token(functions[UNPACK_INPUTS], table, ids[r], factors[TABLE_FACTOR], panel, of_token)
@@ -85,7 +81,7 @@ def _make_inputs(part, shared):
                 norm_row(some, norm, numbers[EPS], some)
                 for j in range(n_inputs):
                     some[j] = (some[j] + added[j]) * factors[SUM_FACTOR]
-        finish_piece(state, part + 2)
+        i = take_next_piece(state, part + 2)
     wait_for_pieces(state, part + 2, pieces)
 
 
@@ -102,35 +98,29 @@ def _run_experts(part, layer, shared):
     m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
     ids, codes, act_scales = pairs.ids[layer], codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH]
     inputs, pieces = locate_rows(normed, codes, act_scales), min(n_rows, PIECES)
-    while True:
-        i = take_piece(state, part, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             norm_row(x[r], norms[ROUTER], eps, normed[r, :hidden])
             quantise_row(functions[QUANTISE], normed[r], codes[r], act_scales[r])
-        finish_piece(state, part)
+        i = take_next_piece(state, part)
     wait_for_pieces(state, part, pieces)
     run_product_part(state, part + 1, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), tables, n_rows, inputs, pairs.logits)
-    while True:
-        i = take_piece(state, part + 2, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part + 2)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             moe.choose_experts(pairs.logits[r], correction, options, scale, ids[r], pairs.weights[r])
             for k in range(options[moe.TOP_K]):
                 pairs.weights[r, k] *= of_layers[layer, EXPERT_FACTORS + ids[r, k]]
             norm_row(x[r], norms[BEFORE], eps, normed[r, :hidden])
             quantise_row(functions[QUANTISE], normed[r], codes[r], act_scales[r])
-        finish_piece(state, part + 2)
+        i = take_next_piece(state, part + 2)
     wait_for_pieces(state, part + 2, pieces)
     code, rows = (tables, (functions[QUANTISE], functions[ACTIVATE_EXPERTS])), (n_rows, inputs, (normed, codes, act_scales))
     choice = moe.allocate_choice(n_rows, pairs, options)
     moe.run_chosen(state, part + 3, n_threads, (m, options, ids), code, rows, choice, pairs, summed[:, : delta.shape[1]])
-    while True:
-        i = take_piece(state, part + 7, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part + 7)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             of_mlp, of_experts = delta[r, :hidden], summed[r, :hidden]
             mlp_scale, scale_of_sum = compute_norm_scale(of_mlp, eps), compute_norm_scale(of_experts, eps)
@@ -138,7 +128,7 @@ def _run_experts(part, layer, shared):
                 of_mlp[j] = norms[AFTER_MLP, j] * (of_mlp[j] * mlp_scale) + norms[AFTER, j] * (of_experts[j] * scale_of_sum)
             add_row(x[r], delta[r], post_norms, 2 * layer + 1, numbers, x[r])
             _finish_row(x[r], delta[r], of_layers[layer, FACTOR])
-        finish_piece(state, part + 7)
+        i = take_next_piece(state, part + 7)
     wait_for_pieces(state, part + 7, pieces)
 
 
@@ -160,10 +150,8 @@ def run_layer_end(part, layer, shared):
     if has_input and layer == p.first:
         _make_inputs(part + 5, shared)
     pieces = min(n_rows, PIECES)
-    while True:
-        i = take_piece(state, part, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             add_row(x[r], delta[r], post_norms, 2 * layer + 1, numbers, x[r])
             if has_input:
@@ -172,36 +160,32 @@ def run_layer_end(part, layer, shared):
                 quantise_row(functions[QUANTISE], normed[r], codes[r, :, :n_wide], act_scales[r, :, : n_wide // DEPTH])
             else:
                 _finish_row(x[r], delta[r], of_layers[layer, FACTOR])
-        finish_piece(state, part)
+        i = take_next_piece(state, part)
     wait_for_pieces(state, part, pieces)
     if not has_input:
         return
     one, n_blocks = np.zeros(1, np.int64), projection[0, BLOCKS]
     wide = locate_rows(normed, codes[:, :, :n_wide], act_scales[:, :, : n_wide // DEPTH])
     run_product_part(state, part + 1, n_threads, gate, one, tables, n_rows, wide, both)
-    while True:
-        i = take_piece(state, part + 2, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part + 2)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             gates, mine, out = both[r, 0], inputs[r, layer * n_inputs :], middle[r, : n_blocks * DEPTH]
             call_kernel(functions[ACTIVATE], (gates.ctypes.data, mine.ctypes.data, n_blocks, out.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
             for j in range(n_inputs, n_blocks * DEPTH):
                 out[j] = np.float32(0)
             quantise_row(functions[QUANTISE], out, middle_codes[r, :, : n_blocks * DEPTH], middle_act_scales[r, :, :n_blocks])
-        finish_piece(state, part + 2)
+        i = take_next_piece(state, part + 2)
     wait_for_pieces(state, part + 2, pieces)
     run_product_part(
         state, part + 3, n_threads, projection, one, tables, n_rows, locate_rows(middle, middle_codes, middle_act_scales), delta
     )
-    while True:
-        i = take_piece(state, part + 4, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part + 4)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             scale, norm = compute_norm_scale(delta[r, :hidden], numbers[EPS]), norms[layer, OF_INPUT]
             for j in range(hidden):
                 x[r, j] += norm[j] * (delta[r, j] * scale)
             _finish_row(x[r], delta[r], of_layers[layer, FACTOR])
-        finish_piece(state, part + 4)
+        i = take_next_piece(state, part + 4)
     wait_for_pieces(state, part + 4, pieces)

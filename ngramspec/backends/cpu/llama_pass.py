@@ -47,7 +47,7 @@ from ngramspec.backends.cpu.matmul import (
 )
 from ngramspec.backends.cpu.norms import compute_norm_scale, norm_heads, norm_row
 from ngramspec.backends.cpu.thread_team import close_pass, leave_pass, open_pass, take_seat, wait_for_pass
-from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.compiled_calls import call_compiled
 from ngramspec.sampling.numeric import soft_cap
@@ -170,10 +170,8 @@ def run_product_part(state, part, n_threads, matrices, columns, tables, n_rows, 
     for i in range(matrices.shape[0]):
         step = count_panels_per_piece(matrices[i, PANELS], matrices[i, PANEL_BYTES], n_threads)
         total += (matrices[i, PANELS] + step - 1) // step
-    while True:
-        piece = take_piece(state, part, total)
-        if piece >= total:
-            break
+    piece = take_piece(state, part)
+    while piece < total:
         j = piece
         for i in range(matrices.shape[0]):
             m = matrices[i]
@@ -183,7 +181,7 @@ def run_product_part(state, part, n_threads, matrices, columns, tables, n_rows, 
                 multiply(m, tables, j * step, min(m[PANELS], (j + 1) * step), n_rows, inputs, y.ctypes.data + 4 * columns[i], y.strides[0])
                 break
             j -= n_pieces
-        finish_piece(state, part)
+        piece = take_next_piece(state, part)
     wait_for_pieces(state, part, total)
 
 
@@ -199,10 +197,8 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
     n_blocks = (gate[PANELS] * WIDTH + DEPTH - 1) // DEPTH  # of this layer, which may be narrower than others
     step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // (2 * SUPER)) * SUPER
     total = (n_blocks + step - 1) // step
-    while True:
-        piece = take_piece(state, part, total)
-        if piece >= total:
-            break
+    piece = take_piece(state, part)
+    while piece < total:
         first, end = piece * step, min(n_blocks, (piece + 1) * step)
         for i in range(n_matrices):
             m, y = matrices[i], both.ctypes.data + i * both.strides[1]
@@ -213,7 +209,7 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
             gate_at, up_at = both[r, 0, a:b].ctypes.data, both[r, n_matrices - 1, a:b].ctypes.data
             call_kernel(activate, (gate_at, up_at, end - first, row.ctypes.data, 0, 0, 0, 0, 0, 0, 0, 0, 0))
             quantise_row(quantise, row, out_codes[r, :, a:b], out_act_scales[r, :, first:end])
-        finish_piece(state, part)
+        piece = take_next_piece(state, part)
     wait_for_pieces(state, part, total)
 
 
@@ -229,13 +225,11 @@ def run_experts(part, layer, shared):
     inputs = locate_rows(normed, codes, act_scales)
     run_product_part(state, part, n_threads, m[moe.ROUTER :], np.zeros(1, np.int64), tables, n_rows, inputs, pairs.logits)
     pieces = min(n_rows, PIECES)
-    while True:
-        i = take_piece(state, part + 1, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part + 1)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             moe.choose_experts(pairs.logits[r], correction, options, scale, ids[r], pairs.weights[r])
-        finish_piece(state, part + 1)
+        i = take_next_piece(state, part + 1)
     wait_for_pieces(state, part + 1, pieces)
     code, rows = (tables, (functions[QUANTISE], functions[ACTIVATE_EXPERTS])), (n_rows, inputs, (normed, codes, act_scales))
     moe.run_chosen(state, part + 2, n_threads, (m, options, ids), code, rows, moe.allocate_choice(n_rows, pairs, options), pairs, out)
@@ -262,10 +256,8 @@ def _run_head_part(state, part, threads, m, tables, numbers, n_rows, inputs, res
     logits, _, vocab_size, tokens, values, fine, _ = results
     step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
     total = (m[PANELS] + step - 1) // step
-    while True:
-        piece = take_piece(state, part, total)
-        if piece >= total:
-            break
+    piece = take_piece(state, part)
+    while piece < total:
         first, end = piece * step, min(m[PANELS], (piece + 1) * step)
         multiply(m, tables, first, end, n_rows, inputs, logits.ctypes.data, logits.strides[0])
         a, b = first * WIDTH, min(end * WIDTH, vocab_size)
@@ -277,7 +269,7 @@ def _run_head_part(state, part, threads, m, tables, numbers, n_rows, inputs, res
                 for j in range(a, b):
                     logits[r, j] = soft_cap(logits[r, j], softcap)
             fine[thread, r] &= scan_logits(logits[r, a:b], a, tokens[thread, r], values[thread, r])
-        finish_piece(state, part)
+        piece = take_next_piece(state, part)
     wait_for_pieces(state, part, total)
 
 
@@ -366,14 +358,12 @@ def run_thread(thread, shared):
     part = 0
     if p.embed:
         table = matrices[matrices.shape[0] - 2]
-        while True:
-            i = take_piece(state, part, pieces)
-            if i >= pieces:
-                break
+        i = take_piece(state, part)
+        while i < pieces:
             panel = np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 embed_token(unpack, table, input_ids[r], numbers[EMBEDDING_SCALE], panel, x[r])
-            finish_piece(state, part)
+            i = take_next_piece(state, part)
         wait_for_pieces(state, part, pieces)
         part += 1
     one, three = np.zeros(1, np.int64), np.zeros(3, np.int64)
@@ -383,15 +373,13 @@ def run_thread(thread, shared):
         m = matrices[7 * layer : 7 * layer + 7]
         three[1] = m[Q, PANELS] * WIDTH
         three[2] = three[1] + m[K, PANELS] * WIDTH
-        while True:
-            i = take_piece(state, part, pieces)
-            if i >= pieces:
-                break
+        i = take_piece(state, part)
+        while i < pieces:
             for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                 if layer > first:
                     add_row(x[r], delta[r], post_norms, 2 * layer - 1, numbers, x[r])
                 _norm_and_quantise_row(x[r], norms, 2 * layer, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
-            finish_piece(state, part)
+            i = take_next_piece(state, part)
         wait_for_pieces(state, part, pieces)
         mixes = m[OUT, PANELS] > 0
         if recurrent[layer] >= 0:
@@ -399,10 +387,8 @@ def run_thread(thread, shared):
         elif mixes:
             keys, values = all_keys[kv_layers[layer]], all_values[kv_layers[layer]]
             run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
-            while True:
-                i = take_piece(state, part + 2, pieces)
-                if i >= pieces:
-                    break
+            i = take_piece(state, part + 2)
+            while i < pieces:
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                     if functions[HEADS]:
                         call_compiled(functions[HEADS], (r, layer, shared))
@@ -417,44 +403,38 @@ def run_thread(thread, shared):
                         for h in range(n_heads):
                             for d in range(head_dim):
                                 q[r, h, d] *= scales[at]
-                finish_piece(state, part + 2)
+                i = take_next_piece(state, part + 2)
             wait_for_pieces(state, part + 2, pieces)
             by_rows, by_heads = n_splits(items.shape[0], n_rows, n_kv, n_heads // n_kv, threads)
             n_pieces = items.shape[0] * n_kv * by_rows * by_heads
-            while True:
-                i = take_piece(state, part + 3, n_pieces)
-                if i >= n_pieces:
-                    break
+            i = take_piece(state, part + 3)
+            while i < n_pieces:
                 rows = items, block_tables, positions, bases, paths
                 of_layer = numbers[SCALE], windows[layer], numbers[SOFTCAP], sinks[layer] if sinks.shape[0] else no_sinks
                 call_compiled(functions[ATTEND], (i, by_rows, by_heads, q, keys, values, heads, *rows, *of_layer))
-                finish_piece(state, part + 3)
+                i = take_next_piece(state, part + 3)
             wait_for_pieces(state, part + 3, n_pieces)
         gates = functions[GATE_ROW] != 0
         if mixes and (quantise or gates):
-            while True:
-                i = take_piece(state, part + 9, pieces)
-                if i >= pieces:
-                    break
+            i = take_piece(state, part + 9)
+            while i < pieces:
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                     if gates:
                         call_compiled(functions[GATE_ROW], (r, layer, shared))
                     quantise_row(quantise, mixed[r], codes_mixed[r], act_scales_mixed[r])
-                finish_piece(state, part + 9)
+                i = take_next_piece(state, part + 9)
             wait_for_pieces(state, part + 9, pieces)
         if mixes:
             run_product_part(state, part + 10, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
         has_experts, has_mlp = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0, m[DOWN, PANELS] > 0
         if mixes and (has_experts or has_mlp):
-            while True:
-                i = take_piece(state, part + 11, pieces)
-                if i >= pieces:
-                    break
+            i = take_piece(state, part + 11)
+            while i < pieces:
                 for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
                     add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
                     i_norm = np.int64(-1) if form[PARALLEL] else 2 * layer + 1
                     _norm_and_quantise_row(x[r], norms, i_norm, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
-                finish_piece(state, part + 11)
+                i = take_next_piece(state, part + 11)
             wait_for_pieces(state, part + 11, pieces)
         if has_mlp:
             first_matrix = GATE if m[GATE, PANELS] else UP
@@ -466,17 +446,15 @@ def run_thread(thread, shared):
             call_compiled(functions[EXPERTS], (part + 14, layer, shared))
         part += PARTS
     n_wanted, n_kept = wanted.shape[0], states.shape[0]
-    while True:
-        i = take_piece(state, part, n_wanted + n_kept)
-        if i >= n_wanted + n_kept:
-            break
+    i = take_piece(state, part)
+    while i < n_wanted + n_kept:
         row = np.empty(hidden, np.float32)
         r = wanted[i] if i < n_wanted else i - n_wanted
         add_row(x[r], delta[r], post_norms, 2 * last - 1, numbers, row)
         _norm_row(functions, row, last_norm, eps, normed[i, :hidden] if i < n_wanted else states[r])
         if i < n_wanted:
             quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
-        finish_piece(state, part)
+        i = take_next_piece(state, part)
     wait_for_pieces(state, part, n_wanted + n_kept)
     if n_wanted:
         head = matrices[matrices.shape[0] - 1]

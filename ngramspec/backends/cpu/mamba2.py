@@ -20,7 +20,7 @@ from ngramspec.backends.cpu.llama_pass import run_product_part
 from ngramspec.backends.cpu.matmul import PANELS, locate_rows
 from ngramspec.backends.cpu.norms import compute_norm_scale
 from ngramspec.backends.cpu.recurrent_rows import convolve_rows, copy_numbers, find_slots, note_positions, plan_rows
-from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.numeric import compute_silu, compute_softplus, exp, fma
 
@@ -115,16 +115,14 @@ def run_mamba2(part, layer, shared):
     wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
     run_product_part(state, part, n_threads, m, columns, tables, n_rows, wide, inputs)
     slots = find_slots(p)
-    while True:
-        piece = take_piece(state, part + 1, n_pieces)
-        if piece >= n_pieces:
-            break
+    piece = take_piece(state, part + 1)
+    while piece < n_pieces:
         first = np.int64(0)
         for b in range(slots.shape[0]):
             rows = p, inputs, (columns[1], columns[2]), (first, np.int64(p.roots[b]), np.int64(p.ends[b]))
             _mix_rows(piece, i_layer, rows, (conv, rates), states, slots[b], options, mixed)
             first = np.int64(p.ends[b])
-        finish_piece(state, part + 1)
+        piece = take_next_piece(state, part + 1)
     wait_for_pieces(state, part + 1, n_pieces)
     note_positions(p, i_layer, slots, states)
 

@@ -14,7 +14,7 @@ from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.llama_pass import run_product_part
 from ngramspec.backends.cpu.matmul import PANELS, locate_rows
 from ngramspec.backends.cpu.recurrent_rows import convolve_rows, find_slots, note_positions, plan_rows
-from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 
 
@@ -56,15 +56,13 @@ def run_short_conv(part, layer, shared):
     wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
     run_product_part(state, part, n_threads, m, columns, tables, n_rows, wide, inputs)
     slots = find_slots(p)
-    while True:
-        group = take_piece(state, part + 1, n_groups)
-        if group >= n_groups:
-            break
+    group = take_piece(state, part + 1)
+    while group < n_groups:
         first = np.int64(0)
         for b in range(slots.shape[0]):
             rows = p, inputs, (columns[1], columns[2]), (first, np.int64(p.roots[b]), np.int64(p.ends[b]))
             _mix_rows(group, i_layer, rows, conv, states, slots[b], mixed)
             first = np.int64(p.ends[b])
-        finish_piece(state, part + 1)
+        group = take_next_piece(state, part + 1)
     wait_for_pieces(state, part + 1, n_groups)
     note_positions(p, i_layer, slots, states)

@@ -41,15 +41,16 @@ else:
 
 
 @njit(cache=True, nogil=True)
-def take_piece(state, part, n_pieces):
-    """Return the number of a piece of this part that nobody has taken; n_pieces or more if there is none."""
+def take_piece(state, part):
+    """Return the number of a piece of this part that nobody has taken; the number of its pieces or more if there is none."""
     return atomic_add(state, part, 0)
 
 
 @njit(cache=True, nogil=True)
-def finish_piece(state, part):
-    """Mark one taken piece as done."""
+def take_next_piece(state, part):
+    """Mark a taken piece as done, and take another one as `take_piece` does."""
     atomic_add(state, part, _DONE)
+    return atomic_add(state, part, 0)
 
 
 @njit(cache=True, nogil=True)

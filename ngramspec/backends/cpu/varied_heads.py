@@ -15,7 +15,7 @@ from ngramspec.backends.cpu.llama_layers import EPS, SCALE, SOFTCAP, K, Q
 from ngramspec.backends.cpu.llama_pass import ATTEND, PIECES, run_product_part
 from ngramspec.backends.cpu.matmul import PANELS, locate_rows
 from ngramspec.backends.cpu.norms import compute_norm_scale, norm_row
-from ngramspec.backends.cpu.threads import finish_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.compiled_calls import call_compiled
 from ngramspec.outputs import BLOCK
@@ -69,10 +69,8 @@ def run_varied_attention(part, layer, shared):
     run_product_part(state, part, n_threads, matrices[7 * layer : 7 * layer + n_projections], columns, tables, n_rows, wide, qkv)
     k_at, v_at = columns[1], columns[2] if n_projections == 3 else columns[1]
     pieces = min(n_rows, PIECES)
-    while True:
-        i = take_piece(state, part + 1, pieces)
-        if i >= pieces:
-            break
+    i = take_piece(state, part + 1)
+    while i < pieces:
         for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
             row, row_cos, row_sin = qkv[r], cos[rotary[layer], positions[r]], sin[rotary[layer], positions[r]]
             for h in range(n_heads):
@@ -88,18 +86,16 @@ def run_varied_attention(part, layer, shared):
                 _norm_and_turn(key, head_norms[2 * layer + 1], eps, n_pairs, row_cos, row_sin)
                 for d in range(n_dim):
                     keys[block, h, d, offset] = to_kv_dtype(keys, key[d])
-        finish_piece(state, part + 1)
+        i = take_next_piece(state, part + 1)
     wait_for_pieces(state, part + 1, pieces)
     by_rows, by_heads = n_splits(p.items.shape[0], n_rows, n_kv, n_heads // n_kv, n_threads)
     n_pieces, no_sinks = p.items.shape[0] * n_kv * by_rows * by_heads, np.empty(0, np.float32)
-    while True:
-        i = take_piece(state, part + 2, n_pieces)
-        if i >= n_pieces:
-            break
+    i = take_piece(state, part + 2)
+    while i < n_pieces:
         of_layer = numbers[SCALE], windows[layer], numbers[SOFTCAP], no_sinks
         rows = p.items, p.tables, positions, p.bases, p.paths
         call_compiled(functions[ATTEND], (i, by_rows, by_heads, q, keys, values, q, *rows, *of_layer))
-        finish_piece(state, part + 2)
+        i = take_next_piece(state, part + 2)
     wait_for_pieces(state, part + 2, n_pieces)
 
 

@@ -13,7 +13,7 @@ import tiny_gguf
 from numba import njit
 
 from ngramspec.backends.cpu.thread_team import ThreadTeam, close_pass, leave_pass, open_pass, take_seat, wait_for_pass
-from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import make_counters, take_next_piece, take_piece, wait_for_pieces
 
 N_PIECES = 50
 
@@ -24,12 +24,10 @@ def compute_share(counters, work, seat):
     work[3, seat] += 1
     work[2, seat] += 1
     for part in range(2):
-        while True:
-            piece = take_piece(counters, part, N_PIECES)
-            if piece >= N_PIECES:
-                break
+        piece = take_piece(counters, part)
+        while piece < N_PIECES:
             work[part, piece] += 1
-            finish_piece(counters, part)
+            piece = take_next_piece(counters, part)
         wait_for_pieces(counters, part, N_PIECES)
     work[3, seat] -= 1
 

@@ -9,21 +9,19 @@ import numpy as np
 import pytest
 from numba import njit
 
-from ngramspec.backends.cpu.threads import finish_piece, make_counters, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import make_counters, take_next_piece, take_piece, wait_for_pieces
 
 
 @njit(cache=True, nogil=True)
 def worker(state, n_pieces, times, before, mine):
     """Every piece of a part adds one to `times`, and notes how much of the part before it was done."""
     for part in range(times.shape[0]):
-        while True:
-            piece = take_piece(state, part, n_pieces[part])
-            if piece >= n_pieces[part]:
-                break
+        piece = take_piece(state, part)
+        while piece < n_pieces[part]:
             times[part, piece] += 1
             before[part, piece] = times[part - 1].sum() if part else 0
             mine[0] += 1
-            finish_piece(state, part)
+            piece = take_next_piece(state, part)
         wait_for_pieces(state, part, n_pieces[part])
 
 
@@ -65,14 +63,14 @@ def test_a_thread_that_comes_when_all_is_done_does_nothing() -> None:
 
 def test_a_piece_in_hand_is_waited_for() -> None:
     work = Work([2, 1])
-    assert take_piece(work.state, 0, 2) == 0
+    assert take_piece(work.state, 0) == 0
     work.times[0, 0] += 1
     thread = threading.Thread(target=work.one)
     thread.start()
     thread.join(0.05)
     assert thread.is_alive()
     assert work.times.tolist() == [[1, 1], [0, 0]]
-    finish_piece(work.state, 0)
+    assert take_next_piece(work.state, 0) >= 2
     thread.join(60)
     assert not thread.is_alive()
     work.check()
