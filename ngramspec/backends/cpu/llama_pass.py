@@ -3,9 +3,6 @@
 A pass is divided into parts, one after the other, and a part into pieces, which the threads of a team share. Every row is computed alone
 and in a fixed order; which thread computes what changes no result. The module knows arrays, addresses of packed weights and the fields of
 `Batch`; `llama_forward` fills the structs in.
-
-numba's cache of a compiled pass contains the functions that it calls, attention's among them, and is not renewed when they change: see
-"numba's traps" in `codegen/README.md`.
 """
 
 from __future__ import annotations
