@@ -33,6 +33,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engin
     def made(*, several: bool = True, **options: Any) -> tuple[Engine, Record]:
         engine = Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=200, **options)
         engines.append(engine)
+        engine.finish_compiling(lambda _: None)  # until then nothing is drafted
         engine.use(cost=tiny.FreeRows())
         record, run = Record(), engine.core.native_steps.run
 
