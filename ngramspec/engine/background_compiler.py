@@ -24,7 +24,7 @@ from ngramspec.backends.cpu.cores import count_cores
 from ngramspec.child_process import ChildEndedError, ChildProcess, Message, answer_messages
 from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
-from ngramspec.engine import native_steps
+from ngramspec.engine import native_steps, step_functions
 from ngramspec.sampling import sampler, verify
 from ngramspec.speculative import draft_stats, proposer
 from ngramspec.speculative.budget import cost_model
@@ -105,7 +105,7 @@ def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) ->
 
 def is_compiled() -> bool:
     """Return whether the machine code of the largest functions is kept, of this version."""
-    return all(map(code_cache.is_kept, (llama_pass.run_thread, native_steps.advance, native_steps.learn_verified)))
+    return all(map(code_cache.is_kept, (llama_pass.run_thread, step_functions.advance, step_functions.learn_verified)))
 
 
 class BackgroundCompiler:

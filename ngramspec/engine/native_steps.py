@@ -1,12 +1,11 @@
-"""Multi-steps: several steps natively, while no sequence needs a hook in Python.
+"""Several steps in one call, while no sequence needs a hook in Python.
 
 A step whose sequences all decode and want nothing but their tokens needs no Python between one forward pass and the next. Here one compiled
-call (`advance`) stands between two passes: accept and commit the last one, then draft and pack the next. Nothing else would be as fast: a
-pass fills the processor's caches with weights, after which a line of Python takes five times as long as in a loop.
+call (`step_functions.advance`) stands between two passes: accept and commit the last one, then draft and pack the next. Nothing else would
+be as fast: a pass fills the processor's caches with weights, after which a line of Python takes five times as long as in a loop.
 
 The loop ends when a sequence ends or lacks room, when somebody calls the engine, and after MAX_STEPS or MAX_MS. The forward pass is handed
-in by the backend (`backends.base.NativeForward`), and the parts of `advance` are called by address: compiled into one another they would
-take several times as long. Knows neither devices nor the scheduler.
+in by the backend (`backends.base.NativeForward`). Knows neither devices nor the scheduler.
 """
 
 from __future__ import annotations
@@ -18,29 +17,37 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 from numba import types
-from numba.experimental import structref
 
 from ngramspec.backends.base import NativeForward, Runner
-from ngramspec.datastore.code_cache import njit
-from ngramspec.datastore.compiled_calls import call_compiled, find_address
+from ngramspec.datastore.compiled_calls import find_address
 from ngramspec.engine.acceptance import Acceptance
 from ngramspec.engine.observers import Observers
 from ngramspec.engine.scheduler import ScheduledRows
 from ngramspec.engine.sequence import Sequence
 from ngramspec.engine.step_functions import (
-    append_tokens,
-    choose_drafting,
-    count_step,
-    draft,
-    find_moves,
-    learn,
-    pack_rows,
-    tree_room,
+    ACCEPT,
+    BUILD_TREES,
+    DRAFT,
+    HAS_MOVES,
+    IS_OVER,
+    LEARN,
+    PREPARE,
+    UPDATE,
+    LoopState,
+    accept_pass,
+    advance,
+    begin_call,
+    draft_trees,
+    get_functions,
+    get_moves,
+    learn_verified,
+    new_state,
+    prepare_pass,
+    set_stats,
 )
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
-from ngramspec.sampling.sampler import DrawParams, make_draw_params
-from ngramspec.sampling.verify import DRAWN, FOLLOWED, match_drawn, match_picked
+from ngramspec.sampling.sampler import make_draw_params
 from ngramspec.sequence_table import MAX_MS, MAX_NEW_TOKENS, MAX_STEPS, RUNNING, SEQUENCE, STEP_RECORD
 from ngramspec.speculative import tree_builder
 from ngramspec.speculative.base import NativeDrafting, Speculator
@@ -48,9 +55,6 @@ from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.draft_stats import StatsTable
 from ngramspec.speculative.features import ExternalTrees
 from ngramspec.speculative.proposer import NO_EXTERNAL, idle
-
-IS_OVER, HAS_MOVES = 1, 2
-"""Flags of a step: no other follows; keys and values of accepted paths must be moved before the next pass."""
 
 
 class StepBudget(NamedTuple):
@@ -108,7 +112,7 @@ class NativeSteps:
         table, stops = make_table(seqs, stats_rows)
         n_rows = len(seqs) + budget.max_nodes
         forward.reserve(n_rows, int(table["n_tokens"].max()) + MAX_NEW_TOKENS + n_rows)
-        tokens, sources, records = self._begin(forward, table, stops, _draws_of(seqs), drafting, budget, stats)
+        tokens, sources, records = self._begin_call(forward, table, stops, _list_draws(seqs), drafting, budget, stats)
         result = NativeResult(table, tokens, sources, _run_steps(self._state, forward, records, interrupt))
         timing.record_steps(result.records, len(seqs), speculates=any(seq.max_depth > 0 for seq in seqs))
         for seq, fields in zip(seqs, table[["drafting_paused", "cooldown", "last_cooldown", "n_computed"]].tolist(), strict=True):
@@ -143,23 +147,23 @@ class NativeSteps:
         for seq in seqs:
             pool.reserve_after(seq.slot, seq.n_tokens, min(n_nodes, pool.max_blocks * BLOCK - seq.n_tokens))
 
-    def _begin(
+    def _begin_call(
         self, forward: NativeForward, table: np.ndarray, stops: np.ndarray, draws: tuple[np.ndarray, ...], drafting: NativeDrafting | None,
         budget: StepBudget, stats: StatsTable,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
         """Set up the loop's state -> the arrays of tokens, sources and records that it fills."""
-        given = _given(self._runner.pool, forward, table, stops, drafting or idle(), budget)
+        given = _list_members(self._runner.pool, forward, table, stops, drafting or idle(), budget)
         if self._state is None:
             self._state = _make_state(given, draws, stats)
             _find_functions(self._state, forward.inputs, given[2])
-        _set_stats(self._state, *stats)
-        return _begin(self._state, *given, draws, budget.n_steps)
+        set_stats(self._state, *stats)
+        return begin_call(self._state, *given, draws, budget.n_steps)
 
 
 def compile_steps(forward: NativeForward, pool: BlockTables) -> None:
     """Compile the loop for a runner's forward pass and its pool, or load it from disk, but for the functions that draft and learn."""
     state = _make_loop(forward, pool)
-    for function in (_prepare, _accept):
+    for function in (prepare_pass, accept_pass):
         find_address(function, state, forward.inputs)
     advance.compile((numba.typeof(state), numba.typeof(forward.inputs), types.boolean))
 
@@ -174,9 +178,9 @@ def compile_drafting(forward: NativeForward, pool: BlockTables) -> None:
 def _find_functions(state: Any, inputs: Any, draft_state: Any) -> None:
     """Set the addresses that the loop calls. Compiles what is not on disk."""
     learning = _list_learn_examples(state, inputs)
-    functions = _get_functions(state)
+    functions = get_functions(state)
     functions[DRAFT], functions[LEARN] = find_address(draft_trees, state), find_address(learn_verified, *learning)
-    functions[ACCEPT], functions[PREPARE] = find_address(_accept, state, inputs), find_address(_prepare, state, inputs)
+    functions[ACCEPT], functions[PREPARE] = find_address(accept_pass, state, inputs), find_address(prepare_pass, state, inputs)
     functions[BUILD_TREES], functions[UPDATE] = find_build_trees(draft_state), find_update(draft_state)
 
 
@@ -198,18 +202,18 @@ def _list_learn_examples(state: Any, inputs: Any) -> tuple[Any, ...]:
 
 
 def _make_state(given: tuple[Any, ...], draws: tuple[np.ndarray, ...], stats: StatsTable) -> Any:
-    return _new_state(*given, *draws, *NO_EXTERNAL, *stats, *_UNSET, np.zeros(6, np.int64))
+    return new_state(*given, *draws, *NO_EXTERNAL, *stats, *_UNSET, np.zeros(6, np.int64))
 
 
 def _make_loop(forward: NativeForward, pool: BlockTables) -> Any:
     """Make a LoopState of the type that a runner's forward pass and its pool have, and compile what sets it up."""
     forward.reserve(1, 1)
     budget, stats = StepBudget(1, np.zeros(2), 1.0, 1, plain=False), StatsTable(np.zeros((1, 1), np.int64), np.zeros((1, 1)), _INTS)
-    given = _given(pool, forward, np.zeros(0, SEQUENCE), _IDS, idle(), budget)
+    given = _list_members(pool, forward, np.zeros(0, SEQUENCE), _IDS, idle(), budget)
     state = _make_state(given, _NO_DRAWS, stats)
-    _set_stats(state, *stats)
-    _begin(state, *given, _NO_DRAWS, 1)
-    _get_functions(state)
+    set_stats(state, *stats)
+    begin_call(state, *given, _NO_DRAWS, 1)
+    get_functions(state)
     return state
 
 
@@ -238,16 +242,16 @@ def _is_plain(rows: ScheduledRows) -> bool:
     return rows.n_rows == 1 and seq.is_plain and rows.samples and not seq.lacks_prompt_logprobs
 
 
-def _draws_of(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:
+def _list_draws(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:
     """Return how the sequences above temperature 0 draw, as `DrawParams` has it."""
     drawn = [seq for seq in seqs if not seq.sampler.greedy]
     return tuple(make_draw_params([seq.sampler for seq in drawn], [seq.n_output for seq in drawn])) if drawn else _NO_DRAWS
 
 
-def _given(
+def _list_members(
     pool: BlockTables, forward: NativeForward, table: np.ndarray, stops: np.ndarray, drafting: NativeDrafting, budget: StepBudget
 ) -> tuple[Any, ...]:
-    """Return what a call's steps go by, in the order of _GIVEN."""
+    """Return what a call's steps go by: the first members of a `LoopState`."""
     return (
         table, stops, drafting.draft_state,
         (drafting.spec_length, drafting.spec_rows, drafting.history, drafting.chains, drafting.recycles),
@@ -260,7 +264,7 @@ def _run_steps(state: Any, forward: NativeForward, records: np.ndarray, interrup
     """Make the steps -> their records [steps]."""
     inputs, clock = forward.inputs, time.perf_counter
     began, times = clock(), list[float]()
-    _prepare(state, inputs)
+    prepare_pass(state, inputs)
     flags = 0
     while not flags & IS_OVER:
         started = clock()
@@ -269,161 +273,12 @@ def _run_steps(state: Any, forward: NativeForward, records: np.ndarray, interrup
         times += started, computed
         flags = advance(state, inputs, (computed - began) * 1e3 > MAX_MS or bool(interrupt[0]))
         if flags & HAS_MOVES:
-            forward.keep_paths(*_moves(state))
+            forward.keep_paths(*get_moves(state))
     records = records[: len(times) // 2]
     times.append(clock())
     records["forward_ms"] = 1e3 * np.diff(times[:-1])[::2]
     records["step_ms"] = 1e3 * np.diff([began, *times[1:-3:2], times[-1]])
     return records
-
-
-# ---------------------------------------------------------------------- compiled
-
-
-@structref.register
-class LoopStateType(types.StructRef):
-    pass
-
-
-class LoopState(structref.StructRefProxy):
-    """All that a call's steps go by, and what one pass was drafted and packed for until it is accepted."""
-
-
-_GIVEN = ("table", "stops", "draft_state", "drafting", "cost_ms", "block_tables", "n_blocks_of", "logits", "shape")
-# Tuples are handed over member by member: numba takes half a millisecond to look at one with names.
-_TUPLES = (*DrawParams._fields, *ExternalTrees._fields, *StatsTable._fields)
-_OF_CALL = ("which", "how", "new_tokens", "new_sources", "records", "step")
-_OF_PASS = ("n_drafting", "wanted", "n_nodes", "draft_tokens", "draft_parents", "probs", "sources", "root_logits", "is_over")
-_MOVES = ("move_slots", "move_starts", "move_ends", "move_positions")
-structref.define_proxy(LoopState, LoopStateType, [*_GIVEN, *_TUPLES, *_OF_CALL, *_OF_PASS, *_MOVES, "functions"])
-DRAFT, LEARN, ACCEPT, PREPARE, BUILD_TREES, UPDATE = range(6)  # indices of `functions`, which are addresses
-
-
-@njit(cache=True, nogil=True)
-def _new_state(*members):
-    """Return a LoopState. One made by Python would be compiled anew in every process."""
-    return LoopState(*members)
-
-
-@njit(cache=True, nogil=True)
-def _get_functions(t):
-    return t.functions
-
-
-@njit(cache=True, nogil=True)
-def _moves(t):
-    return t.move_slots, t.move_starts, t.move_ends, t.move_positions
-
-
-@njit(cache=True, nogil=True)
-def _set_stats(t, counts, expected, columns):
-    t.counts, t.expected, t.columns = counts, expected, columns
-
-
-@njit(cache=True, nogil=True)
-def _begin(t, table, stops, draft_state, drafting, cost_ms, block_tables, n_blocks_of, logits, shape, draws, n_steps):
-    """Set up the state for a call -> tokens, sources and records, as NativeResult has them."""
-    B, n = table.shape[0], 0
-    t.table, t.stops, t.draft_state, t.drafting, t.cost_ms, t.block_tables, t.n_blocks_of, t.logits, t.shape = (
-        table, stops, draft_state, drafting, cost_ms, block_tables, n_blocks_of, logits, shape,
-    )  # fmt: skip
-    t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position = draws
-    how, which = np.full(B, FOLLOWED, np.int8), np.empty(B, np.int64)
-    for b in range(B):
-        if table[b].draw >= 0:
-            how[b], which[n] = DRAWN, b
-            n += 1
-    tokens, sources = np.empty((B, MAX_NEW_TOKENS), np.int32), np.empty((B, MAX_NEW_TOKENS), np.uint8)
-    records = np.zeros(n_steps, STEP_RECORD)
-    t.how, t.which, t.new_tokens, t.new_sources, t.records, t.step = how, which[:n], tokens, sources, records, 0
-    return tokens, sources, records
-
-
-@njit(cache=True, nogil=True)
-def draft_trees(t):
-    """Build the draft trees of the sequences in `wanted`."""
-    spec_length, _, _, chains, _ = t.drafting
-    _, _, _, max_nodes, _, threshold = t.shape
-    external = ExternalTrees(t.start, t.tokens, t.parents, t.codes)
-    t.n_nodes, t.draft_tokens, t.draft_parents, t.probs, t.sources = draft(
-        t.functions[BUILD_TREES], t.table, t.wanted, t.n_drafting, tree_room(t.table, t.n_blocks_of), t.draft_state, spec_length, chains,
-        external, t.cost_ms, threshold, max_nodes,
-    )  # fmt: skip
-
-
-@njit(cache=True, nogil=True)
-def learn_verified(t, p, before, appended, accepted, tokens, nodes):
-    """Update what later drafts are made of."""
-    _, _, history, _, recycles = t.drafting
-    learn(
-        t.functions[UPDATE], t.table, before, appended, accepted, tokens, nodes, t.draft_state, history, recycles, p.input_ids,
-        p.parents, p.roots, p.ends, t.root_logits, p.tokens[0], p.values[0],
-    )  # fmt: skip
-
-
-@njit(cache=True, nogil=True)
-def _prepare(t, p):
-    """Draft for the next pass and pack it into the forward pass's inputs `p`."""
-    table = t.table
-    n_threads, n_best, rows_per_item, _, plain, _ = t.shape
-    t.wanted, t.n_drafting = choose_drafting(table, t.draft_state.states, plain)
-    if t.n_drafting:
-        call_compiled(t.functions[DRAFT], (t,))
-    else:
-        t.n_nodes, t.draft_tokens, t.draft_parents = np.zeros(table.shape[0], np.int64), np.empty(0, np.int32), np.empty(0, np.int32)
-        t.probs, t.sources = np.empty(0, np.float32), np.empty(0, np.uint8)
-    (
-        p.input_ids, p.positions, p.wanted, p.items, p.owners, p.tables, p.bases, p.paths, p.blocks, p.offsets, p.parents, p.roots, p.ends,
-        t.root_logits,
-    ) = pack_rows(table, t.n_nodes, t.draft_tokens, t.draft_parents, t.block_tables, rows_per_item)  # fmt: skip
-    n = len(p.wanted)
-    p.tokens, p.values = np.empty((n_threads, n, n_best), np.int32), np.empty((n_threads, n, n_best), np.float32)
-    p.fine, p.greedy = np.empty((n_threads, n), np.bool_), np.empty(n, np.int32)
-    p.logits = t.logits[:n]
-    p.state[:] = 0
-
-
-@njit(cache=True, nogil=True)
-def _accept(t, p):
-    """Accept what the pass verified and commit it. Set `is_over`: whether a step must not follow right away."""
-    table, (spec_length, spec_rows, _, _, _) = t.table, t.drafting
-    drawn = DrawParams(t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position)
-    stats = StatsTable(t.counts, t.expected, t.columns)
-    input_ids, parents, roots, ends, root_logits, greedy = p.input_ids, p.parents, p.roots, p.ends, t.root_logits, p.greedy
-    B, n_keys, is_over = table.shape[0], 0, False
-    before = np.empty(B, np.int64)
-    for b in range(B):
-        before[b] = table[b].previous_token
-        n_keys += table[b].n_tokens
-    tokens, nodes = np.empty(len(input_ids), np.int32), np.empty(len(input_ids), np.int32)
-    to = match_picked(t.how, input_ids, parents, roots, ends, root_logits, greedy, tokens, nodes)
-    if len(t.which):
-        match_drawn(t.which, input_ids, parents, roots, ends, root_logits, greedy, p.logits[:, : p.vocab_size], drawn, tokens, nodes, to)
-    appended, accepted = append_tokens(table, t.stops, roots, to, tokens, nodes, t.n_nodes, t.sources, t.new_tokens, t.new_sources)
-    t.move_slots, t.move_starts, t.move_ends, t.move_positions = find_moves(table, appended, roots, nodes, accepted)
-    count_step(table, appended, accepted, nodes, t.sources, t.probs, stats, p.positions, roots, ends)
-    call_compiled(t.functions[LEARN], (t, p, before, appended, accepted, tokens, nodes))
-    for b in range(B):
-        seq = table[b]
-        if seq.draw >= 0:
-            t.position[seq.draw] += appended[b]
-        lacks_room = BLOCK * t.n_blocks_of[seq.slot] < min(seq.n_tokens + 1 + spec_rows, seq.limit)
-        is_over |= seq.state != RUNNING or lacks_room or seq.n_new + spec_length + 1 > MAX_NEW_TOKENS
-    record = t.records[t.step]
-    record.n_rows, record.n_nodes, record.n_drafting, record.n_keys = len(input_ids), len(t.sources), t.n_drafting, n_keys
-    record.n_new = appended.sum()
-    t.step += 1
-    t.is_over = is_over
-
-
-@njit(cache=True, nogil=True)
-def advance(t, p, stop):
-    """Accept, and unless there is a reason to stop prepare the next pass -> IS_OVER and HAS_MOVES, added up."""
-    call_compiled(t.functions[ACCEPT], (t, p))
-    is_over = t.is_over or stop or t.step == len(t.records)
-    if not is_over:
-        call_compiled(t.functions[PREPARE], (t, p))
-    return IS_OVER * is_over + HAS_MOVES * (len(t.move_slots) > 0)
 
 
 _IDS, _INTS, _FLOATS = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.float32)

@@ -1,26 +1,95 @@
 """The verbs of a step, compiled: functions over the sequence table [B] of SEQUENCE and the arrays of one batch.
 
-`native_steps` calls them one after the other between two forward passes. Each function does one verb for all sequences: who gets a draft,
-draft, pack, append what was accepted, keep its keys and values, count it, learn from it.
+Between two forward passes `native_steps` calls `advance`: `accept_pass`, then `prepare_pass`. Each of the others does one verb for all
+sequences: who gets a draft, draft, pack, append what was accepted, keep its keys and values, count it, learn from it. What outlives a verb
+is in a `LoopState`. Its larger functions are called by address: compiled into one another they would take several times as long.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numba import types
+from numba.experimental import structref
 
 from ngramspec.datastore.code_cache import njit
-from ngramspec.datastore.compiled_calls import call_at
+from ngramspec.datastore.compiled_calls import call_at, call_compiled
 from ngramspec.engine.stop_conditions import find_stop_compiled
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import fill_batch
-from ngramspec.sequence_table import NO_SOURCE, RUNNING, UNPICKED
+from ngramspec.sampling.sampler import DrawParams
+from ngramspec.sampling.verify import DRAWN, FOLLOWED, match_drawn, match_picked
+from ngramspec.sequence_table import MAX_NEW_TOKENS, NO_SOURCE, RUNNING, STEP_RECORD, UNPICKED
 from ngramspec.speculative import ngram_table, tree_builder
 from ngramspec.speculative.budget.backoff import is_unpredictable, update_cooldown
-from ngramspec.speculative.draft_stats import count
+from ngramspec.speculative.draft_stats import StatsTable, count
+from ngramspec.speculative.features import ExternalTrees
 
 _update_cooldown, _is_unpredictable = njit(update_cooldown), njit(is_unpredictable)
 # numba types a literal 0 separately from an int64, so that passing one would compile the tree builder a second time (about 30 s).
 _FIRST = _NO_DRAFTERS = np.int64(0)
+# Flags of a step: no other follows; keys and values of accepted paths must be moved before the next pass.
+IS_OVER, HAS_MOVES = 1, 2
+
+
+@structref.register
+class LoopStateType(types.StructRef):
+    pass
+
+
+class LoopState(structref.StructRefProxy):
+    """All that a call's steps go by, and what one pass was drafted and packed for until it is accepted."""
+
+
+# `drafting`: spec_length, spec_rows, history, chains, recycles of a `NativeDrafting`. `shape`: threads, `n_best` and rows per item of the
+# forward pass, most draft nodes, whether the pass is plain, threshold.
+_GIVEN = ("table", "stops", "draft_state", "drafting", "cost_ms", "block_tables", "n_blocks_of", "logits", "shape")
+# Tuples are handed over member by member: numba takes half a millisecond to look at one with names.
+_TUPLES = (*DrawParams._fields, *ExternalTrees._fields, *StatsTable._fields)
+_OF_CALL = ("which", "how", "new_tokens", "new_sources", "records", "step")
+_OF_PASS = ("n_drafting", "wanted", "n_nodes", "draft_tokens", "draft_parents", "probs", "sources", "root_logits", "is_over")
+_MOVES = ("move_slots", "move_starts", "move_ends", "move_positions")
+structref.define_proxy(LoopState, LoopStateType, [*_GIVEN, *_TUPLES, *_OF_CALL, *_OF_PASS, *_MOVES, "functions"])
+DRAFT, LEARN, ACCEPT, PREPARE, BUILD_TREES, UPDATE = range(6)  # indices of `functions`, which are addresses
+
+
+@njit(cache=True, nogil=True)
+def new_state(*members):
+    """Return a LoopState. One made by Python would be compiled anew in every process."""
+    return LoopState(*members)
+
+
+@njit(cache=True, nogil=True)
+def get_functions(t):
+    return t.functions
+
+
+@njit(cache=True, nogil=True)
+def get_moves(t):
+    return t.move_slots, t.move_starts, t.move_ends, t.move_positions
+
+
+@njit(cache=True, nogil=True)
+def set_stats(t, counts, expected, columns):
+    t.counts, t.expected, t.columns = counts, expected, columns
+
+
+@njit(cache=True, nogil=True)
+def begin_call(t, table, stops, draft_state, drafting, cost_ms, block_tables, n_blocks_of, logits, shape, draws, n_steps):
+    """Set up the state for a call -> tokens, sources and records, as NativeResult has them."""
+    B, n = table.shape[0], 0
+    t.table, t.stops, t.draft_state, t.drafting, t.cost_ms, t.block_tables, t.n_blocks_of, t.logits, t.shape = (
+        table, stops, draft_state, drafting, cost_ms, block_tables, n_blocks_of, logits, shape,
+    )  # fmt: skip
+    t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position = draws
+    how, which = np.full(B, FOLLOWED, np.int8), np.empty(B, np.int64)
+    for b in range(B):
+        if table[b].draw >= 0:
+            how[b], which[n] = DRAWN, b
+            n += 1
+    tokens, sources = np.empty((B, MAX_NEW_TOKENS), np.int32), np.empty((B, MAX_NEW_TOKENS), np.uint8)
+    records = np.zeros(n_steps, STEP_RECORD)
+    t.how, t.which, t.new_tokens, t.new_sources, t.records, t.step = how, which[:n], tokens, sources, records, 0
+    return tokens, sources, records
 
 
 @njit(cache=True, nogil=True)
@@ -46,31 +115,31 @@ def choose_drafting(table, states, plain):
 
 
 @njit(cache=True, nogil=True)
-def draft(build_trees, table, wanted, n_wanted, room, draft_state, spec_length, chains, external, cost_ms, threshold, max_nodes):
-    """Build the draft trees -> (nodes of each sequence [B] int64, tokens, parents, probs, sources of all nodes).
-
-    build_trees: address of `tree_builder.build_trees`; room [B] int64: most nodes that a sequence's KV blocks can take.
-    """
+def draft_trees(t):
+    """Build the draft trees of the sequences in `wanted`, as far as their KV blocks have room."""
+    table, wanted, (spec_length, _, _, chains, _), (_, _, _, max_nodes, _, threshold) = t.table, t.wanted, t.drafting, t.shape
     B, k = table.shape[0], 0
-    n_nodes = np.zeros(B, np.int64)
-    slots, depths = np.empty(n_wanted, np.int32), np.empty(n_wanted, np.int32)
+    slots, depths, room = np.empty(t.n_drafting, np.int32), np.empty(t.n_drafting, np.int32), np.empty(t.n_drafting, np.int64)
     for b in range(B):
         if wanted[b]:
-            slots[k], depths[k] = table[b].slot, table[b].limit - table[b].n_tokens - 1
+            seq = table[b]
+            slots[k], depths[k], room[k] = seq.slot, seq.limit - seq.n_tokens - 1, BLOCK * t.n_blocks_of[seq.slot] - seq.n_tokens
             k += 1
+    external = ExternalTrees(t.start, t.tokens, t.parents, t.codes)
     start, tokens, parents, probs, sources = call_at(
-        tree_builder.build_trees, build_trees,
-        (draft_state, slots, depths, cost_ms, B, max_nodes, threshold, spec_length, chains, external, _NO_DRAFTERS),
+        tree_builder.build_trees, t.functions[BUILD_TREES],
+        (t.draft_state, slots, depths, t.cost_ms, B, max_nodes, threshold, spec_length, chains, external, _NO_DRAFTERS),
     )  # fmt: skip
+    n_nodes = np.zeros(B, np.int64)
     k = to = 0
     for b in range(B):
         if wanted[b]:
-            n_nodes[b] = min(start[k + 1] - start[k], room[b])
+            n_nodes[b] = min(start[k + 1] - start[k], room[k])
             for i in range(start[k], start[k] + n_nodes[b]):
                 tokens[to], parents[to], probs[to], sources[to] = tokens[i], parents[i], probs[i], sources[i]
                 to += 1
             k += 1
-    return n_nodes, tokens[:to], parents[:to], probs[:to], sources[:to]
+    t.n_nodes, t.draft_tokens, t.draft_parents, t.probs, t.sources = n_nodes, tokens[:to], parents[:to], probs[:to], sources[:to]
 
 
 @njit(cache=True, nogil=True)
@@ -90,12 +159,13 @@ def pack_rows(table, n_nodes, tokens, parents, block_tables, rows_per_item):
 
 
 @njit(cache=True, nogil=True)
-def append_tokens(table, stops, roots, ends, tokens, nodes, n_nodes, sources, new_tokens, new_sources):
+def append_tokens(t, roots, ends, tokens, nodes):
     """Append to every sequence what was accepted, up to where it ends -> (tokens appended [B], nodes accepted [B]).
 
     Sequence b's accepted tokens are tokens[roots[b]:ends[b]], carried by `nodes` of its tree (but the last). They are also written to
-    new_tokens and new_sources [B, MAX_NEW_TOKENS] from `n_new` on.
+    `new_tokens` and `new_sources` [B, MAX_NEW_TOKENS] from `n_new` on.
     """
+    table, stops, sources, new_tokens, new_sources = t.table, t.stops, t.sources, t.new_tokens, t.new_sources
     B, first = table.shape[0], 0
     appended, accepted = np.zeros(B, np.int64), np.zeros(B, np.int64)
     for b in range(B):
@@ -116,7 +186,7 @@ def append_tokens(table, stops, roots, ends, tokens, nodes, n_nodes, sources, ne
             seq.state = find_stop_compiled(seq, stops[seq.stops_start : seq.stops_end])
             if seq.state != RUNNING:
                 break
-        first += n_nodes[b]
+        first += t.n_nodes[b]
     return appended, accepted
 
 
@@ -142,9 +212,9 @@ def find_moves(table, appended, roots, nodes, accepted):
 
 
 @njit(cache=True, nogil=True)
-def count_step(table, appended, accepted, nodes, sources, probs, stats, positions, roots, ends):
-    """Add the step to the statistics' table `stats` (`draft_stats.StatsTable`)."""
-    B, n = table.shape[0], 0
+def count_step(t, p, appended, accepted, nodes):
+    """Add the step to the statistics' table (`draft_stats.StatsTable`)."""
+    table, roots, B, n = t.table, p.roots, t.table.shape[0], 0
     counted, path = np.empty((B, 4), np.int64), np.empty(accepted.sum(), np.int32)
     for b in range(B):
         counted[b, 0], counted[b, 1], counted[b, 2], counted[b, 3] = table[b].stats_row, b, appended[b], accepted[b]
@@ -153,18 +223,16 @@ def count_step(table, appended, accepted, nodes, sources, probs, stats, position
         for i in range(accepted[b]):
             path[n] = nodes[roots[b] + i]
             n += 1
-    count(stats.counts, stats.expected, stats.columns, counted, sources, probs, path, positions, roots, ends)
+    count(t.counts, t.expected, t.columns, counted, t.sources, t.probs, path, p.positions, roots, p.ends)
 
 
 @njit(cache=True, nogil=True)
-def learn(
-    update, table, before, appended, accepted, tokens, nodes, draft_state, history, recycles,
-    input_ids, parents, roots, ends, root_logits, top, logits,
-):  # fmt: skip
-    """Update the n-gram tables and weights, and keep the model's top-k (`top` with `logits`) if `recycles`.
+def learn_verified(t, p, before, appended, accepted, tokens, nodes):
+    """Update the n-gram tables and weights, and keep the model's top-k if the drafting recycles it.
 
-    update: address of `tree_builder.update`; before [B] int64: the token before each sequence's root.
+    before [B] int64: the token before each sequence's root.
     """
+    table, roots, (_, _, history, _, recycles) = t.table, p.roots, t.drafting
     B, going_on, n_seen, n_new, n_path = table.shape[0], 0, 0, 0, 0
     slots, seen = np.empty(B, np.int32), np.empty((B, 3), np.int64)
     new_start, path_start = np.zeros(B + 1, np.int64), np.zeros(B + 1, np.int64)
@@ -188,19 +256,75 @@ def learn(
         new_start[going_on], path_start[going_on] = n_new, n_path
     if not going_on and not n_seen:
         return
-    rows = (seen[:n_seen], input_ids, parents, roots, ends, root_logits, top, logits)
+    rows = (seen[:n_seen], p.input_ids, p.parents, roots, p.ends, t.root_logits, p.tokens[0], p.values[0])
     accepted_tokens = (new_start[: going_on + 1], new, path_start[: going_on + 1], path)
     n_updated = call_at(
-        tree_builder.update, update, (draft_state, slots[:going_on], _FIRST, *accepted_tokens, history, _NO_DRAFTERS, *rows)
-    )
+        tree_builder.update, t.functions[UPDATE],
+        (t.draft_state, slots[:going_on], _FIRST, *accepted_tokens, history, _NO_DRAFTERS, *rows),
+    )  # fmt: skip
     if n_updated < going_on:
         raise RuntimeError("tables without room")
 
 
 @njit(cache=True, nogil=True)
-def tree_room(table, n_blocks_of):
-    """[B] int64: positions that each sequence's blocks have after its tokens."""
-    room = np.empty(table.shape[0], np.int64)
-    for b in range(table.shape[0]):
-        room[b] = BLOCK * n_blocks_of[table[b].slot] - table[b].n_tokens
-    return room
+def prepare_pass(t, p):
+    """Draft for the next pass and pack it into the forward pass's inputs `p`."""
+    table = t.table
+    n_threads, n_best, rows_per_item, _, plain, _ = t.shape
+    t.wanted, t.n_drafting = choose_drafting(table, t.draft_state.states, plain)
+    if t.n_drafting:
+        call_compiled(t.functions[DRAFT], (t,))
+    else:
+        t.n_nodes, t.draft_tokens, t.draft_parents = np.zeros(table.shape[0], np.int64), np.empty(0, np.int32), np.empty(0, np.int32)
+        t.probs, t.sources = np.empty(0, np.float32), np.empty(0, np.uint8)
+    (
+        p.input_ids, p.positions, p.wanted, p.items, p.owners, p.tables, p.bases, p.paths, p.blocks, p.offsets, p.parents, p.roots, p.ends,
+        t.root_logits,
+    ) = pack_rows(table, t.n_nodes, t.draft_tokens, t.draft_parents, t.block_tables, rows_per_item)  # fmt: skip
+    n = len(p.wanted)
+    p.tokens, p.values = np.empty((n_threads, n, n_best), np.int32), np.empty((n_threads, n, n_best), np.float32)
+    p.fine, p.greedy = np.empty((n_threads, n), np.bool_), np.empty(n, np.int32)
+    p.logits = t.logits[:n]
+    p.state[:] = 0
+
+
+@njit(cache=True, nogil=True)
+def accept_pass(t, p):
+    """Accept what the pass verified and commit it. Set `is_over`: whether a step must not follow right away."""
+    table, (spec_length, spec_rows, _, _, _) = t.table, t.drafting
+    drawn = DrawParams(t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position)
+    input_ids, parents, roots, ends, root_logits, greedy = p.input_ids, p.parents, p.roots, p.ends, t.root_logits, p.greedy
+    B, n_keys, is_over = table.shape[0], 0, False
+    before = np.empty(B, np.int64)
+    for b in range(B):
+        before[b] = table[b].previous_token
+        n_keys += table[b].n_tokens
+    tokens, nodes = np.empty(len(input_ids), np.int32), np.empty(len(input_ids), np.int32)
+    to = match_picked(t.how, input_ids, parents, roots, ends, root_logits, greedy, tokens, nodes)
+    if len(t.which):
+        match_drawn(t.which, input_ids, parents, roots, ends, root_logits, greedy, p.logits[:, : p.vocab_size], drawn, tokens, nodes, to)
+    appended, accepted = append_tokens(t, roots, to, tokens, nodes)
+    t.move_slots, t.move_starts, t.move_ends, t.move_positions = find_moves(table, appended, roots, nodes, accepted)
+    count_step(t, p, appended, accepted, nodes)
+    call_compiled(t.functions[LEARN], (t, p, before, appended, accepted, tokens, nodes))
+    for b in range(B):
+        seq = table[b]
+        if seq.draw >= 0:
+            t.position[seq.draw] += appended[b]
+        lacks_room = BLOCK * t.n_blocks_of[seq.slot] < min(seq.n_tokens + 1 + spec_rows, seq.limit)
+        is_over |= seq.state != RUNNING or lacks_room or seq.n_new + spec_length + 1 > MAX_NEW_TOKENS
+    record = t.records[t.step]
+    record.n_rows, record.n_nodes, record.n_drafting, record.n_keys = len(input_ids), len(t.sources), t.n_drafting, n_keys
+    record.n_new = appended.sum()
+    t.step += 1
+    t.is_over = is_over
+
+
+@njit(cache=True, nogil=True)
+def advance(t, p, stop):
+    """Accept, and unless there is a reason to stop prepare the next pass -> IS_OVER and HAS_MOVES, added up."""
+    call_compiled(t.functions[ACCEPT], (t, p))
+    is_over = t.is_over or stop or t.step == len(t.records)
+    if not is_over:
+        call_compiled(t.functions[PREPARE], (t, p))
+    return IS_OVER * is_over + HAS_MOVES * (len(t.move_slots) > 0)

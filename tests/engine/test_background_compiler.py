@@ -90,7 +90,7 @@ def test_a_start_calls_nothing_but_what_is_compiled_ahead(path: Path) -> None:
     assert own <= {"_activate_few", "_rms_few", "_multiply_all", "_unpack_rows"}, (
         "of the models' own modules, which are compiled in a moment"
     )
-    assert any("native_steps.advance" in name for name in called)
+    assert any("step_functions.advance" in name for name in called)
 
 
 @pytest.mark.soak
