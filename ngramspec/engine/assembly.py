@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,11 +51,9 @@ if TYPE_CHECKING:  # a start that has all it needs waits neither for torch nor f
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
-WaitForCode = Callable[..., None]  # waits until the stages of `background_compiler` that its arguments name have been compiled
 _TRIAL = b"trial"  # hash of the block by which a model is told from others: no request's has this length
 CPU_ROWS = 128  # of a pass: with more a prompt takes as long (benchmarks/NOTES.md), and what comes or is cancelled meanwhile waits longer
-LEARNED = 500
-"""Steps after which the curve that they taught is kept for later starts, beside the one that was measured."""
+LEARNED = 500  # steps after which the curve that they taught is kept for later starts, beside the one that was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,10 @@ class BoundModel:
 
 
 def check_device(config: EngineConfig) -> DeviceConfig:
-    """Raises InvalidInputError for a device that is not there, or what it does not do, MissingPackageError for what it needs."""
+    """Return the device that the settings name.
+
+    Raises InvalidInputError for a device that is not there or a setting that it does not have, MissingPackageError for what it needs.
+    """
     kind, _, number = config.device.partition(":")
     if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdigit())):
         raise InvalidInputError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {config.device!r}")
@@ -129,7 +130,7 @@ def bind(
 ) -> BoundModel:
     """Load a model, bind it and measure it, in the thread that is to run it. `modules`: its runner is to have transformers' modules.
 
-    Raises what `loading.load_model` and the device's runner raise (see `errors`).
+    Raises what `models.loader.load_model` and the device's runner raise (see `errors`).
     """
 
     def clear() -> None:
@@ -139,52 +140,64 @@ def bind(
             shutil.rmtree(cache_dir() / folder, ignore_errors=True)
 
     with crashes.watch_start(cache_dir() / "crashes", clear):
-        return _bind(model, tokenizer, config, device, progress, modules)
+        numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
+        code = background_compiler.start_compiling(_guess_compiled(model, config, device), progress) if device.device == "cpu" else None
+        try:
+            return _bind(_Start(model, tokenizer, config, device, progress, code), modules)
+        except BaseException:
+            if code is not None:
+                code.close()
+            raise
 
 
-def _bind(
-    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, modules: bool
-) -> BoundModel:
-    numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
-    code = background_compiler.start_compiling(_guess_compiled(model, config, device), progress) if device.device == "cpu" else None
-    try:
-        return _bind_beside(code, model, tokenizer, config, device, progress, modules)
-    except BaseException:
-        if code is not None:
-            code.close()
-        raise
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What one start of an engine goes by."""
+
+    model: str | PreTrainedModel
+    tokenizer: Any
+    config: EngineConfig
+    device: DeviceConfig
+    progress: Progress
+    code: background_compiler.BackgroundCompiler | None
+    """Compiles beside the start; None if that is not needed or not possible."""
+
+    def wait_for_code(self, *stages: str) -> None:
+        """Wait until these stages of `background_compiler` have been compiled."""
+        if self.code is not None:
+            self.code.wait(*stages)
+
+    def limit_length(self, trained: int) -> int:
+        """Return the longest text for a model that was trained for texts of `trained` tokens. Raises InvalidInputError."""
+        wanted = self.config.max_model_len
+        if wanted is not None and wanted > trained:
+            raise InvalidInputError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {wanted}")
+        return wanted or trained
 
 
-def _bind_beside(
-    code: background_compiler.BackgroundCompiler | None, model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig,
-    device: DeviceConfig, progress: Progress, modules: bool,
-) -> BoundModel:  # fmt: skip
-    """Bind a model while `code`, or a thread of this process, compiles what steps need besides it."""
+def _bind(start: _Start, modules: bool) -> BoundModel:
+    """Bind a model while the start's `code`, or a thread of this process, compiles what steps need besides it."""
+    config, device, code = start.config, start.device, start.code
     warmer = threading.Thread(target=background_compiler.warm_up, daemon=True)
     if code is None:
         warmer.start()
-
-    def wait_for_code(*stages: str) -> None:
-        if code is not None:
-            code.wait(*stages)
-
     kept, found = None, None
-    if isinstance(model, str):
-        model = locate_gguf(model, progress)
-    if isinstance(model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
+    if isinstance(start.model, str):
+        start = replace(start, model=locate_gguf(start.model, start.progress))
+    if isinstance(start.model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
         settings = (device.precision, config.kv_dtype, config.quantize, device.threads)
-        kept = start_cache.find_start_record(model, settings, cache_dir())
+        kept = start_cache.find_start_record(start.model, settings, cache_dir())
         found = kept.read() if kept else None
-    again = _again(found, kept, tokenizer, config, device, progress, wait_for_code) if found and kept and not modules else None
-    runner, about = again or _first_time(model, tokenizer, config, device, progress, wait_for_code)
-    runner.tokenizer, runner.max_model_len = about.tokenizer, min(_longest(config, about.trained), runner.pool.n_tokens)
+    restarted = _restart(start, kept, found) if found and kept and not modules else None
+    runner, about = restarted or _load(start)
+    runner.tokenizer, runner.max_model_len = about.tokenizer, min(start.limit_length(about.trained), runner.pool.n_tokens)
     if code is None:
         warmer.join()
-    wait_for_code(*background_compiler.PLAIN)
+    start.wait_for_code(*background_compiler.PLAIN)
     row_counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
     times, taught = ((found or {}).get(key, []) for key in ("measured_ms", "learned_ms"))
     if not times or len(times) > len(row_counts):
-        progress("measuring what a pass costs")
+        start.progress("measuring what a pass costs")
         times, taught = runner.measure(row_counts), []
     cost = CostModel(
         row_counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows), learned_ms=taught,
@@ -209,7 +222,7 @@ def _bind_beside(
 
 
 @dataclass(frozen=True, slots=True)
-class _About:
+class _ModelInfo:
     name: str
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
@@ -219,85 +232,64 @@ class _About:
     """transformers' `model_type`."""
 
 
-def _longest(config: EngineConfig, trained: int) -> int:
-    if config.max_model_len is not None and config.max_model_len > trained:
-        raise InvalidInputError(f"max_model_len must be 2 to {trained}, what the model was trained for, got {config.max_model_len}")
-    return config.max_model_len or trained
-
-
-def _again(
-    found: dict[str, Any],
-    kept: start_cache.StartRecord,
-    tokenizer: Any,
-    config: EngineConfig,
-    device: DeviceConfig,
-    progress: Progress,
-    wait_for_code: WaitForCode,
-) -> tuple[LlamaRunner, _About] | None:
-    """A model that an earlier start has checked, from its file and what was kept; None where that is not enough."""
-    if (opened := start_cache.reopen_model(kept.file, tokenizer, cache_dir())) is None:
+def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]) -> tuple[LlamaRunner, _ModelInfo] | None:
+    """Run a model that an earlier start has checked, from its file and what was kept; None if that is not enough."""
+    if (opened := start_cache.reopen_model(kept.file, start.tokenizer, cache_dir())) is None:
         return None
-    source = to_q8_source(opened.source) if config.quantize == "q8_0" else opened.source
+    source = to_q8_source(opened.source) if start.config.quantize == "q8_0" else opened.source
+    trained = int(opened.config.get("max_position_embeddings") or 4096)
+    longest = start.limit_length(trained)
     try:
         weight_map = WeightMap.from_json(found["recipe"])
         weight_map.check(source)
-        if not weight_map.suits_length(_longest(config, int(opened.config.get("max_position_embeddings") or 4096))):
-            return None
     except (KeyError, TypeError, ValueError):
         return None
-    about = _About(
-        opened.name,
-        opened.tokenizer,
-        opened.eos_token_ids,
-        int(opened.config.get("max_position_embeddings") or 4096),
-        str(opened.config.get("model_type", "")),
-    )
-    check_memory(count_packed_bytes(source, plain=False), "cpu", about.name)
+    if not weight_map.suits_length(longest):
+        return None
+    check_memory(count_packed_bytes(source, plain=False), "cpu", opened.name)
 
     def make_model() -> PreTrainedModel:
         from ngramspec.models.loader import open_model
 
         return open_model(str(kept.file.path)).model
 
-    options = _cpu_options(config, device, _longest(config, about.trained), progress, wait_for_code)
-    wait_for_code(*background_compiler.LOADING)
+    options = _list_cpu_options(start, longest)
+    start.wait_for_code(*background_compiler.LOADING)
     runner = LlamaRunner(weight_map, source, make_model=make_model, **options)
-    return runner, about
+    return runner, _ModelInfo(opened.name, opened.tokenizer, opened.eos_token_ids, trained, str(opened.config.get("model_type", "")))
 
 
-def _first_time(
-    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, wait_for_code: WaitForCode
-) -> tuple[Runner, _About]:
-    """A model by transformers' modules, which are then replaced."""
+def _load(start: _Start) -> tuple[Runner, _ModelInfo]:
+    """Load a model as transformers' modules, which its runner then replaces."""
     import torch
 
     from ngramspec.models.loader import LoadedModel, eos_token_ids, load_model, open_model, silence_transformers
 
+    model, tokenizer, config, device = start.model, start.tokenizer, start.config, start.device
     torch.set_num_threads(device.threads)
     loaded: LoadedModel
     if isinstance(model, str) and device.device == "cpu":
         quantize = None if config.quantize == "none" else config.quantize
-        loaded = open_model(model, tokenizer=tokenizer, progress=progress, quantize=quantize)
+        loaded = open_model(model, tokenizer=tokenizer, progress=start.progress, quantize=quantize)
     elif isinstance(model, str):
         from ngramspec.backends.cuda.device import free_bytes
         from ngramspec.backends.cuda.packed import make_packed_form  # imports Triton
 
         dtype = getattr(torch, device.dtype)
         keep = make_packed_form(config.keep_blocks, free_bytes(torch.device(device.device), config.gpu_memory_utilization))
-        loaded = load_model(model, dtype=dtype, device=device.device, tokenizer=tokenizer, progress=progress, keep=keep)
+        loaded = load_model(model, dtype=dtype, device=device.device, tokenizer=tokenizer, progress=start.progress, keep=keep)
     else:
         moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
-    about = _About(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained, loaded.model.config.model_type)
+    info = _ModelInfo(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained, loaded.model.config.model_type)
     with silence_transformers():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them
-        return _runner(loaded, config, device, _longest(config, trained), progress, wait_for_code), about
+        return _make_runner(start, loaded, start.limit_length(trained)), info
 
 
-def _runner(
-    loaded: LoadedModel, config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress, wait_for_code: WaitForCode
-) -> Runner:
-    """A model's runner where nothing is known of it yet."""
+def _make_runner(start: _Start, loaded: LoadedModel, longest: int) -> Runner:
+    """Make the runner of a loaded model, for texts of up to `longest` tokens."""
+    config, device = start.config, start.device
     if device.device == "cpu":
         from ngramspec.backends.cpu.runner import CpuRunner
         from ngramspec.models.loader import OpenModel
@@ -306,14 +298,14 @@ def _runner(
         source = loaded.source if isinstance(loaded, OpenModel) else make_params_source(loaded.model)
         plain = not device.exact
         check_memory(count_packed_bytes(source, plain), "cpu", loaded.name)
-        options = _cpu_options(config, device, longest, progress, wait_for_code)
-        wait_for_code(*background_compiler.LOADING)
+        options = _list_cpu_options(start, longest)
+        start.wait_for_code(*background_compiler.LOADING)
         return CpuRunner(loaded.model, source, plain=plain, longest=longest, **options)
     from ngramspec.backends.cuda.cuda_runner import CudaRunner  # imports Triton
 
     return CudaRunner(
         loaded.model,
-        max_len=_max_len(config, longest),
+        max_len=_add_draft_room(longest, config),
         max_seqs=config.max_seqs,
         max_rows=device.max_rows,
         kv_bytes=config.kv_memory,
@@ -322,27 +314,28 @@ def _runner(
         longest=longest,
         exact=device.exact,
         graphs=config.graphs,
-        progress=progress,
+        progress=start.progress,
     )
 
 
-def _max_len(config: EngineConfig, longest: int) -> int:
-    return longest + config.spec_rows + 1  # draft nodes stand behind the last token: room for them past the longest text
+def _add_draft_room(longest: int, config: EngineConfig) -> int:
+    """Return how many positions a sequence may need: draft nodes stand after the last token of the longest text, too."""
+    return longest + config.spec_rows + 1
 
 
-def _cpu_options(
-    config: EngineConfig, device: DeviceConfig, longest: int, progress: Progress, wait_for_code: WaitForCode
-) -> dict[str, Any]:
+def _list_cpu_options(start: _Start, longest: int) -> dict[str, Any]:
+    """Return the options that both runners on the CPU take."""
+    config = start.config
     return {
-        "max_len": _max_len(config, longest),
+        "max_len": _add_draft_room(longest, config),
         "max_seqs": config.max_seqs,
-        "max_rows": device.max_rows,
+        "max_rows": start.device.max_rows,
         "kv_bytes": config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
-        "precision": device.precision,
+        "precision": start.device.precision,
         "kv_dtype": config.kv_dtype,
         "code": cache_dir() / "code",
-        "progress": progress,
-        "wait_for_code": partial(wait_for_code, *background_compiler.PLAIN),
+        "progress": start.progress,
+        "wait_for_code": partial(start.wait_for_code, *background_compiler.PLAIN),
         "with_head": config.speculation and config.mtp,
     }
 
@@ -370,7 +363,7 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
 
 
 def speculator(config: EngineConfig, runner: Runner, cost: CostModel, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
-    """What an engine with these settings drafts with."""
+    """Make what an engine with these settings drafts with."""
     if not config.speculation:
         return Speculator()
     vocab_size, spec_rows = runner.vocab_size, min(config.spec_rows, runner.max_nodes)
@@ -404,6 +397,6 @@ def _guess_compiled(model: str | PreTrainedModel, config: EngineConfig, device: 
 
 
 def _default_kv_bytes() -> int:
-    """A quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
+    """Return a quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
     free = available_memory()
     return min(4 << 30, free // 4) if free else 1 << 30

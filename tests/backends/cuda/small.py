@@ -43,18 +43,18 @@ def take_on_trust(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_engine(model: PreTrainedModel, device: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
     """An engine with the device's runner. Without a device the kernels run under the interpreter, on the CPU."""
 
-    def make_runner(loaded: Any, config: Any, where: Any, max_model_len: int, progress: Any, wait_for_code: Any) -> CudaRunner:
+    def make_runner(start: Any, loaded: Any, longest: int) -> CudaRunner:
         assert loaded.model.device.type == torch.device(device).type
         return CudaRunner(
             loaded.model,
-            max_len=max_model_len + config.spec_rows + 1,
-            max_seqs=config.max_seqs,
-            max_rows=where.max_rows,
+            max_len=longest + start.config.spec_rows + 1,
+            max_seqs=start.config.max_seqs,
+            max_rows=start.device.max_rows,
             kv_bytes=1 << 21,
             max_depth=9,
         )
 
-    monkeypatch.setattr(assembly, "_runner", make_runner)
+    monkeypatch.setattr(assembly, "_make_runner", make_runner)
     monkeypatch.setattr(CudaRunner, "cost_rows", (1, 8))
     return Engine(model, device=device, max_seqs=4, max_rows=16, spec_rows=8, spec_length=8, threads=1, **options)
 
