@@ -6,7 +6,7 @@
 A row has `prompt` or `messages`, and a JSON `schema`; without one, it is made from the functions that its system message lists, or from its
 `reference`. Strings, lists and numbers are bounded, so that a text can come to its end.
 
-Every prompt is completed with speculation off, with drafts but for those that the grammar foresees, and with all, in turns. A rate counts
+Every prompt is completed with speculation off, with drafts except forced tokens, and with all, in turns. A rate counts
 generated tokens over the whole time from the prompt to the last of them; `decoding_speedup` leaves out the time to the first one, which
 no draft shortens. `valid`: texts that fit their schema, by jsonschema_rs;
 `identical`: the same tokens in all three; `forced_share`: accepted tokens that the grammar foresaw, of all; `mask_ms`: what the grammar
@@ -134,9 +134,9 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     for each in params.values():
         engine.compile_grammar(each.grammar)  # once for each form of answer, not for each request
 
-    def ours(speculation: bool, foresees: bool) -> OurEngine:
+    def ours(speculation: bool, forced: bool) -> OurEngine:
         drafts = Proposer(vocab_size=engine.vocab_size, max_seqs=64)  # nothing that one has learned helps another
-        return OurEngine(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, foresees=foresees)
+        return OurEngine(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, drafts_forced_tokens=forced)
 
     contenders = {"off": ours(False, False), "without": ours(True, False), "on": ours(True, True)}
     for contender in contenders.values():

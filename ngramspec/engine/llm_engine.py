@@ -1,7 +1,7 @@
 """The engine's faces: synchronous, streaming and asynchronous, over the one thread that steps.
 
-Prompts, parameters and hints enter from any thread and become requests of sequences; pieces of text and results leave. What a step does,
-and what an engine is made of, is `core`'s and `assembly`'s business.
+Prompts, parameters and hints enter from any thread and become requests of sequences; pieces of text and results leave. `step` has what a
+step does, `assembly` what an engine is made of.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Engine:
 
         `datastore`: folders that `ngramspec build-datastore` wrote with the model's tokenizer, or open `Datastore`s, by name or named by
         their folders; they are opened before the model is loaded. `drafters`: further sources of drafts; `alone`: draft by this one only,
-        as it says. `progress` is told of the stages of loading.
+        as it says. `progress` is called with a line of text at each stage of loading.
 
-        Raises InvalidInputError, DatastoreError, TokenizerMismatchError, and what `loading.load_model` and `backends.base.Runner` raise.
+        Raises InvalidInputError, DatastoreError, TokenizerMismatchError, and what `models.loader.load_model` and the runner raise.
         """
         if config is not None and options:
             raise TypeError(f"give either a config or options, got both: {', '.join(options)}")
@@ -187,7 +187,7 @@ class Engine:
 
     @property
     def source_names(self) -> list[str]:
-        """Who may have drafted a token: what `Stats.drafted_by_source` counts by, and `draft_sources` begin with."""
+        """Names of the drafters: the keys of `Stats.drafted_by_source`, and what the entries of `draft_sources` begin with."""
         return [*self.speculator.source_names, forced_tokens.SOURCE]
 
     def use(
@@ -196,12 +196,12 @@ class Engine:
         speculator: Speculator | None = None,
         cost: CostModel | None = None,
         acceptance: Acceptance | None = None,
-        foresees: bool | None = None,
+        drafts_forced_tokens: bool | None = None,
     ) -> None:
-        """Go on with other parts: what drafts, what a pass is said to cost, how drafts are accepted, whether what a grammar foresees is
-        drafted. For comparisons.
+        """Replace parts of the engine, for comparisons: what drafts, the predicted cost of passes, how drafts are accepted, whether the
+        tokens that a grammar forces are drafted.
 
-        Only while no request is under way; returns when it is in force. Raises InvalidInputError, EngineClosedError, and what the
+        Only while no request is under way; returns once later steps use them. Raises InvalidInputError, EngineClosedError, and what the
         speculator's drafters raise at `bind`.
         """
 
@@ -214,26 +214,26 @@ class Engine:
                 self.core.cost = cost
             if acceptance is not None:
                 self.core.acceptance = acceptance
-            if foresees is not None:
-                self.core.drafts_forced_tokens = foresees
+            if drafts_forced_tokens is not None:
+                self.core.drafts_forced_tokens = drafts_forced_tokens
 
         self._thread.call(change)
 
     def time_pass(self, rows: int, context: int) -> float:
-        """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
+        """Return the milliseconds of one pass with `rows` rows of one sequence (a root and a chain) after `context` tokens."""
         return self.runner.time_pass(rows, context)
 
     # ------------------------------------------------------------------ datastores
 
     @property
     def datastores(self) -> dict[str, Datastore]:
-        """The datastores in use, by name: as they are now."""
+        """The datastores in use, by name, in a dict of the caller's own."""
         return dict(self._datastores)
 
     def add_datastore(self, name: str, store: Store) -> None:
-        """Draft from one more datastore, or from another one under a name that is in use, for requests under way too.
+        """Add a datastore to draft from, or replace the one of this name, for running requests too.
 
-        From any thread; returns when it is in force. Raises DatastoreError, InvalidInputError, TokenizerError, EngineClosedError.
+        From any thread; returns once later steps use it. Raises DatastoreError, InvalidInputError, TokenizerError, EngineClosedError.
         """
         ((name, _),) = name_datastores({name: store}).items()
         opened = check_store(store, self._encoding, self.name)
@@ -241,9 +241,9 @@ class Engine:
         self._thread.call(lambda: self._use_datastores(self._datastores | {name: opened}, ready))
 
     def remove_datastore(self, name: str) -> None:
-        """Draft from a datastore no longer, for requests under way neither; they go on without.
+        """Stop drafting from a datastore, for running requests too.
 
-        From any thread; returns when it is in force. Raises KeyError, EngineClosedError.
+        From any thread; returns once later steps do without it. Raises KeyError, EngineClosedError.
         """
 
         def remove() -> None:
@@ -478,12 +478,11 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, deliver: Deliver | None = None, final_only: bool = False,
         **options: Unpack[PromptOptions],
     ) -> Request:  # fmt: skip
-        """Hand a prompt in and return at once. `options` as in `complete`.
+        """Start a request and return it at once; its `result()` waits. `options` as in `complete`.
 
-        `deliver` is called in the engine's thread with each `Delta`, or the error that ends it; it
-        must not call the engine, but may cancel the request. Without one the result is all there is. `final_only`: it is called once, with
-        the last delta, whose completion has all of the text, or with the error; as nobody waits for pieces, the engine need not stop for
-        them after every pass.
+        `deliver` is called in the engine's thread with each `Delta`, or the error that ends the request; it must not call the engine, but
+        may cancel the request. `final_only`: it is called only once, with the last delta, whose completion has all of the text, or with
+        the error, so that the engine can make several steps without a stop.
 
         Raises InvalidInputError, PromptTooLongError, EngineClosedError, CallbackError.
         """
@@ -511,14 +510,14 @@ class Engine:
             self._exactness(params, hints.get("speculation", True)),
             precision=self.runner.precision,
         )
-        seqs = self._sequences(ids, params, completion, hints)
+        seqs = self._make_sequences(ids, params, completion, hints)
         completion.choices.extend(seq.choice for seq in seqs)
         request = Request(completion, params, seqs, deliver, self._thread, final_only=final_only, remember=remember)
         self._thread.add(request)
         return request
 
-    def _sequences(self, ids: np.ndarray, params: SamplingParams, completion: Completion, hints: Hints) -> list[sequence.Sequence]:
-        """One per sample."""
+    def _make_sequences(self, ids: np.ndarray, params: SamplingParams, completion: Completion, hints: Hints) -> list[sequence.Sequence]:
+        """Return a sequence for each of the `n` samples."""
         expected, chosen, tenant = hints.get("prediction"), hints.get("datastores"), hints.get("tenant", "")
         prediction = None
         if expected is not None:
@@ -526,7 +525,7 @@ class Engine:
         shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
         constraint = None if params.grammar is None else self.compile_grammar(params.grammar, tenant=tenant)
-        bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
+        bad_words = [ids for word in params.bad_words for ids in self._list_spellings(word)]
         special = self._encoding.special_tokens
         stop_tokens = {special[text]: text for text in params.stop if text in special}
         stop_ids = frozenset({*params.stop_token_ids, *stop_tokens, *(() if params.ignore_eos else self.eos_token_ids)})
@@ -570,16 +569,16 @@ class Engine:
             completion.prompt_logprobs = seqs[0].prompt_logprobs = [None]
         return seqs
 
-    def _spellings(self, word: str) -> list[list[int]]:
-        """The tokens of a word, and those behind a blank, as vLLM has it: where they are as many and begin otherwise. A control token's
-        text is that token, too."""
-        bare, behind = self.encode_text(word), self.encode_text(" " + word.lstrip())
-        spelled = [bare, behind] if bare and len(behind) == len(bare) and behind[0] != bare[0] else [bare]
+    def _list_spellings(self, word: str) -> list[list[int]]:
+        """Return the token ids by which a bad word can be written: as it is, and after a blank if that has as many tokens and another first
+        one (vLLM's rule). The text of a control token is also that token."""
+        bare, spaced = self.encode_text(word), self.encode_text(" " + word.lstrip())
+        spelled = [bare, spaced] if bare and len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
         number = self._encoding.special_tokens.get(word)
         return spelled if number is None else [*spelled, [number]]
 
     def _check_hints(self, hints: Hints) -> None:
-        """Raises InvalidInputError."""
+        """Raise InvalidInputError for a hint of the wrong type, or a datastore that is not there."""
         for name in ("speculation", "prefix_cache"):
             if not isinstance(hints.get(name, True), bool):
                 raise InvalidInputError(f"{name} must be True or False, got {hints[name]!r}")
@@ -611,14 +610,14 @@ class Engine:
         grammar: Grammar | None = None,
         **control: Unpack[BeamControl],
     ) -> list[Beam]:
-        """The `width` best texts that beam search finds, best first; the same bit for bit with speculation and without (see `papers.beam`).
+        """Return the `width` best texts that beam search finds, best first, bit for bit the same without speculation (see `papers.beam`).
 
         `length_penalty`: a text's score is the sum of its log-probabilities over its length to this power; `early_stopping`: end when
         `width` texts have ended, though one under way may still be better; `grammar`: what all texts follow, to their end; there may be
-        fewer then. Other requests go on, pass by pass in turn. It waits until
-        `width` of the engine's `max_seqs` slots are free. Drafts come from n-gram tables and the model's own candidates. An interrupt
-        (KeyboardInterrupt) ends it before its next pass, and so does `should_stop`, which is asked before each, in the engine's thread.
-        `tenant`: whose prompts it shares what was computed for; None: nobody's.
+        fewer then. Drafts come from n-gram tables and the model's own candidates. `control`: see `BeamControl`.
+
+        The search waits until `width` of the engine's `max_seqs` slots are free, and takes turns with other requests, pass by pass. A
+        KeyboardInterrupt ends it before its next pass.
         Raises InvalidInputError, PromptTooLongError, OutOfMemoryError, EngineClosedError, CallbackError, UnsupportedModelError for a model
         with recurrent layers.
         """
@@ -675,10 +674,10 @@ class Engine:
         except BaseException:
             search.stopped = True  # where the caller was interrupted, it goes no further
             raise
-        return [Beam(ended.tokens, self._text(ids, ended.tokens, search.stop_ids), ended.score) for ended in search.ended]
+        return [Beam(ended.tokens, self._decode_output(ids, ended.tokens, search.stop_ids), ended.score) for ended in search.ended]
 
-    def _text(self, prompt: np.ndarray, tokens: list[int], stop_ids: frozenset[int]) -> str:
-        """The text of an output, of which a stop token at the end is no part."""
+    def _decode_output(self, prompt: np.ndarray, tokens: list[int], stop_ids: frozenset[int]) -> str:
+        """Return the text of an output, without a stop token at its end."""
         if self.tokenizer is None:
             return ""
         stream = TextStream(self.tokenizer, prompt.tolist())
@@ -686,7 +685,10 @@ class Engine:
         return "".join([*map(stream.push, worded), stream.finish()])
 
     def encode(self, prompt: Prompt) -> np.ndarray:
-        """Token ids [n] int32 of a prompt, as the model will see them. Raises InvalidInputError, PromptTooLongError, TokenizerError."""
+        """Return the token ids [n] int32 of a prompt, as the model will see them.
+
+        Raises InvalidInputError, PromptTooLongError, TokenizerError.
+        """
         ids = self._encoding.encode(prompt, "prompt")
         if len(ids) == 0:
             raise InvalidInputError("the prompt is empty: at least one token is needed")
@@ -697,8 +699,8 @@ class Engine:
         return ids
 
     def encode_text(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a text with nothing put before or behind it. "<|im_end|>" in it is spelled out, or with `parse_special` the control
-        token.
+        """Return the token ids of a text, without any that the tokenizer puts before or after texts. "<|im_end|>" in it is spelled out, or
+        with `parse_special` the control token.
 
         From any thread. Raises InvalidInputError, TokenizerError.
         """
@@ -723,8 +725,8 @@ class Engine:
         return str(self._encoding.get_backend("detokenize").decode(checked.tolist(), skip_special_tokens=skip_special_tokens))
 
     def compile_grammar(self, grammar: Grammar, *, tenant: str | None = "") -> Constraint:
-        """Return a text that follows the grammar, at its beginning. What is compiled is kept for the tenant's requests; otherwise `submit`
-        compiles it, in up to two seconds. With None, as in hints, it is kept for nobody.
+        """Return the grammar's state at the beginning of a text. What was compiled, in up to two seconds, is kept for the requests of the
+        tenant; with None for nobody's.
 
         From any thread. Raises GrammarError, TokenizerError.
         """
@@ -734,7 +736,7 @@ class Engine:
 
     @property
     def promise(self) -> str:
-        """What all completions can be relied on to be: `Completion.exactness` of those for which it is least."""
+        """The least `Completion.exactness` that any completion of this engine can have."""
         return self._exactness(_LEAST_EXACT, speculation=True)
 
     @property
@@ -746,7 +748,7 @@ class Engine:
         return self.acceptance.exactness(self.exactness, params) if speculation and self.speculator.active else self.exactness
 
     def props(self) -> dict[str, Any]:
-        """What this engine is: model, exactness, limits, measured costs."""
+        """Return what this engine is: model, exactness, limits, measured costs."""
         counts = [int(c) for c in self.cost.counts]
         return {
             "model": self.name,
@@ -771,11 +773,11 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no requests any more: it was closed, or it died."""
+        """Whether it takes no more requests, because it was closed or its thread died."""
         return self._thread.closed
 
     def status(self) -> EngineStatus:
-        """What the engine is doing now. From any thread, and in no time: it waits for nothing."""
+        """Return what the engine is doing now. From any thread; waits for nothing."""
         scheduler, pool = self.core.scheduler, self.runner.pool
         n_cached = len(pool.cached)
         return EngineStatus(
@@ -820,7 +822,7 @@ class Engine:
             self._speculates.set()
 
     def close(self) -> None:
-        """Stop; requests under way end with EngineClosedError. Any number of times."""
+        """Stop; requests under way end with EngineClosedError. A second call changes nothing."""
         self._thread.close()
         if self._code is not None:
             self._code.close()
@@ -835,7 +837,7 @@ class Engine:
 
 
 def _release(thread: StepThread, code: BackgroundCompiler | None, grammars: Grammars) -> None:
-    """End what an engine has started that nobody refers to any more and nobody closed; requests under way are finished."""
+    """End the thread and processes of an engine that was dropped without being closed; requests under way are finished."""
     thread.abandon()
     if code is not None:
         code.close()
@@ -843,5 +845,5 @@ def _release(thread: StepThread, code: BackgroundCompiler | None, grammars: Gram
 
 
 def _is_several(prompt: Any) -> bool:
-    """A list of prompts, as against one prompt: text, or a list of ids."""
+    """Return whether this is a list of prompts, not one prompt (text, or a list of ids)."""
     return isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) > 0 and (isinstance(prompt[0], str) or np.ndim(prompt[0]) == 1)

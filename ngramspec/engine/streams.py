@@ -27,7 +27,7 @@ class Stream(Iterator[Delta]):
         self._request, self._pieces, self._over = request, pieces, False
 
     def __next__(self) -> Delta:
-        """Raises the request's error."""
+        """Return the next piece. Raises the request's error."""
         if self._over:
             raise StopIteration
         try:
@@ -45,7 +45,7 @@ class Stream(Iterator[Delta]):
         return piece
 
     def close(self) -> None:
-        """Any number of times."""
+        """Cancel what is not written yet. A second call changes nothing."""
         if not self._over:
             self._over = True
             self._request.cancel()
@@ -70,14 +70,14 @@ class ChatStream(Iterator[ChatDelta]):
         self._stream, self._parser = stream, parser
 
     def __next__(self) -> ChatDelta:
-        """Raises the request's error."""
+        """Return the next piece that has something to show. Raises the request's error."""
         while True:
             delta = read_delta(self._parser, next(self._stream))
             if delta is not None:
                 return delta
 
     def close(self) -> None:
-        """Cancel what is not written yet. Any number of times."""
+        """Cancel what is not written yet. A second call changes nothing."""
         self._stream.close()
 
     def __enter__(self) -> Self:

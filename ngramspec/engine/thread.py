@@ -1,4 +1,4 @@
-"""The one thread that steps: requests and calls enter from any thread, and what sequences gain leaves through their requests.
+"""The one thread that steps: requests and calls enter from any thread, and new tokens of sequences leave through their requests.
 
 Knows the step and requests; neither prompts nor how an engine is made.
 """
@@ -28,7 +28,7 @@ class StepThread:
     """Runs a `Core` until it is closed. Methods are for any thread where they do not say otherwise."""
 
     def __init__(self, make: Callable[[StepThread], Core]) -> None:
-        """Starts the thread, has it `make` what it runs, and waits for that. Raises what `make` raises.
+        """Start the thread, have it `make` what it runs, and wait for that. Raises what `make` raises.
 
         The model is loaded in the thread that runs it: OpenMP keeps a team of workers for every thread that ever computed, and once teams
         outnumber the cores they no longer wait awake. A pass from a second thread took 23 ms instead of 13.
@@ -38,11 +38,11 @@ class StepThread:
         self._calls: set[Future[None]] = set()
         self._unfinished: set[Request] = set()
         self._request_of: dict[Sequence, Request] = {}
-        self._gained: list[tuple[Request, Sequence]] = []  # what the last pass added and nobody was told yet
+        self._gained: list[tuple[Request, Sequence]] = []  # sequences whose tokens of the last pass have not been delivered
         self._n_arriving = 0  # sequences of requests that the thread has not seen
         self._wake = threading.Condition()
         self._interrupt = np.zeros(1, np.int64)
-        """1 where the thread is wanted before it goes on."""
+        """1: native steps end after the present one, since a message waits."""
         self._closed = self._abandoned = self._ended = False
         self._process = os.getpid()
         ready: Future[None] = Future()
@@ -52,16 +52,16 @@ class StepThread:
 
     @property
     def closed(self) -> bool:
-        """It was closed, or it died."""
+        """Whether it was closed, or has died."""
         return self._closed or self._forked
 
     @property
     def n_waiting(self) -> int:
-        """Sequences that are not running."""
+        """How many sequences are not running."""
         return len(self.core.scheduler.waiting) + self._n_arriving
 
     def check_caller(self) -> None:
-        """Raises CallbackError in the thread itself, and EngineClosedError in a process in which the thread does not run."""
+        """Raise CallbackError in the thread itself, and EngineClosedError in a process in which the thread does not run."""
         if self._forked:
             raise EngineClosedError(
                 f"the engine was made in process {self._process} and its thread runs there; after a fork, make an engine in the new process"
@@ -115,7 +115,7 @@ class StepThread:
         return done.result()
 
     def close(self) -> None:
-        """Stop; requests under way end with EngineClosedError. Any number of times."""
+        """Stop; requests under way end with EngineClosedError. A second call changes nothing."""
         if self._forked:
             return
         with self._wake:
@@ -153,7 +153,7 @@ class StepThread:
         return os.getpid() != self._process
 
     def _post(self, message: Callable[[], None]) -> bool:
-        """Have something done before the next step; False where there will be none."""
+        """Have the thread call `message` before its next step; False if it is closed."""
         with self._wake:
             if not self._closed:
                 self._inbox.append(message)
@@ -240,7 +240,7 @@ class StepThread:
             self._flush()
 
     def _flush(self) -> None:
-        """Let requests have what their sequences gained in the last pass."""
+        """Deliver to requests what their sequences got in the last pass."""
         gained, self._gained = self._gained, []
         for request, seq in gained:
             if request.done:

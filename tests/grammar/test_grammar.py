@@ -112,9 +112,9 @@ def test_all_of_it_happened(pair: tuple[Engine, Engine, Oracle]) -> None:
     assert sum(source == "grammar" for c in completions for source in c.draft_sources) == sum(
         s.accepted_by_source["grammar"] for s in stats
     )
-    tight.use(foresees=False)
+    tight.use(drafts_forced_tokens=False)
     again = tight.complete(prompts(6), params)
-    tight.use(foresees=True)
+    tight.use(drafts_forced_tokens=True)
     assert [c.token_ids for c in again] == [c.token_ids for c in completions]
     assert not any(c.stats.drafted_by_source.get("grammar", 0) for c in again)
 
