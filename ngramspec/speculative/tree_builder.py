@@ -329,7 +329,7 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, th
     B, R = len(slots), len(nodes.token) // len(states)
     limit = max(min(max_nodes, B * (R - 1)), 0)
     costs = pass_costs(cost_ms, base_rows, limit)
-    hull = lower_hull(costs)
+    hull = lower_hull(np.arange(len(costs)), costs)
     expected, taken, kept, reach = float(B), 0, 0, limit
     rate = threshold if threshold > 0.0 else expected / costs[0]
     best = expected - rate * costs[0]

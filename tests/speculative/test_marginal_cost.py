@@ -14,7 +14,7 @@ COSTS = st.lists(st.floats(0.1, 10.0), min_size=12, max_size=12)
 def test_hull_is_convex_below_and_touches_the_ends(steps, base):
     cost = np.cumsum(steps)
     costs = marginal_cost.pass_costs(cost, base, 7)
-    hull = marginal_cost.lower_hull(costs)
+    hull = marginal_cost.lower_hull(np.arange(len(costs)), costs)
     assert hull[0] == costs[0]
     assert hull[-1] == costs[-1]
     assert (hull <= costs + 1e-9).all()
@@ -24,7 +24,7 @@ def test_hull_is_convex_below_and_touches_the_ends(steps, base):
 def chosen(probs, cost_ms, base, n_seqs, threshold=0.0):
     """The rule as `tree_builder.build_trees` applies it, node by node."""
     costs = marginal_cost.pass_costs(np.asarray(cost_ms, float), base, len(probs))
-    hull = marginal_cost.lower_hull(costs)
+    hull = marginal_cost.lower_hull(np.arange(len(costs)), costs)
     expected, rate, kept, reach = float(n_seqs), threshold or n_seqs / costs[0], 0, len(probs)
     best = expected - rate * costs[0]
     for taken, p in enumerate(probs):

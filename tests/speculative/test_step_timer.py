@@ -60,7 +60,7 @@ def best_nodes(chances: np.ndarray, cost_ms: np.ndarray, threshold: float) -> np
     order = np.argsort(-chances, axis=None, kind="stable")
     falling = chances.ravel()[order]
     costs = marginal_cost.pass_costs(cost_ms, len(chances), len(order))
-    hull = marginal_cost.lower_hull(costs)
+    hull = marginal_cost.lower_hull(np.arange(len(costs)), costs)
     expected, kept, reach = float(len(chances)), 0, len(order)
     best = expected - threshold * costs[0]
     for taken, p in enumerate(falling):

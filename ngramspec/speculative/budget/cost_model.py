@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ngramspec.datastore.code_cache import njit
+from ngramspec.speculative.budget.marginal_cost import lower_hull
 
 # Chosen on the simulated devices of tests/speculative/test_step_timer.py, which are wrong at first, drift and are disturbed; checked by
 # tests/speculative/test_cost_model.py.
@@ -76,7 +77,7 @@ class CostModel:
         self.max_rows, self.keys, self.n_seen = max_rows, keys, 0
         self._convex = convex
         rising = np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1]
-        self._shape = _lower_hull(self.counts, rising) if convex else rising
+        self._shape = lower_hull.py_func(self.counts, rising) if convex else rising
         times = np.array(learned_ms, np.float64) if len(learned_ms) else self._shape.copy()
         n = len(times)
         self._state = np.append(times, np.zeros(3))
@@ -123,11 +124,10 @@ class CostModel:
         if not 1 <= rows <= self.max_rows:
             return
         doubt = self._first if self.n_seen < _YOUNG else self._local
-        told, knot = self._predictions[rows], self.n_seen % len(self.counts)
-        others, looked, thousands = self._get_factors(load)
-        _correct(
-            self.counts, self._shape, self._state, self._cov, doubt, self._streak, self._age, told, knot,
-            rows, others, looked, thousands, self.predict(load), ms,
+        self._predictions[rows] = _FADE * self._predictions[rows] + (1.0, self.predict(load), ms)
+        _update(
+            self.counts, self._shape, self._state, self._cov, doubt, self._streak, self._age, self.n_seen % len(self.counts),
+            float(rows), self._get_factors(load), ms,
         )  # fmt: skip
         self._extra_factors = self._state[-3:].tolist()
         self.n_seen += 1
@@ -163,21 +163,6 @@ class CostModel:
             beyond = rows > self.counts[-1]
             table[beyond] = times[-1] + slope * (rows[beyond] - self.counts[-1])
         return table
-
-
-def _lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the greatest convex function below the points, at the points: [n] float64."""
-    n = len(x)
-    corners = np.empty(n, np.int64)
-    k = 0
-    for i in range(n):
-        while k > 1 and (y[corners[k - 1]] - y[corners[k - 2]]) * (x[i] - x[corners[k - 2]]) >= (y[i] - y[corners[k - 2]]) * (
-            x[corners[k - 1]] - x[corners[k - 2]]
-        ):
-            k -= 1
-        corners[k] = i
-        k += 1
-    return np.interp(x, x[corners[:k]], y[corners[:k]])
 
 
 @njit(cache=True, nogil=True)
@@ -229,39 +214,30 @@ def _dot_product(a, b):
 
 
 @njit(cache=True, nogil=True)
-def _correct(counts, shape, state, cov, doubt, streak, age, told, knot, rows, others, looked, thousands, foretold_ms, ms):
-    """Apply both steps of the filter, and update `told` [3], in place."""
-    for i, x in enumerate((1.0, foretold_ms, ms)):
-        told[i] = _FADE * told[i] + x
-    _update(counts, state, cov, doubt, streak, age, float(rows), others, looked, thousands, ms)
-    _cap_knot(shape, state, cov, knot)
-
-
-@njit(cache=True, nogil=True)
-def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousands, ms):
-    """Apply a measurement to the filter, in place.
+def _update(counts, shape, state, cov, doubt, streak, age, knot, rows, factors, ms):
+    """Apply a measurement to the filter, then the constraint on `knot`, in place.
 
     `doubt` [n, n]: the uncertainty added back, as shares of times; `streak` [1]: clipped surprises of one sign; `age` [n - 3]: steps since
-    one was near each knot.
+    one was near each knot; `factors`: of sequences, of searched ones, of thousands of keys.
     """
     n = len(state)
     x = np.zeros(n)
     _weigh_knots(counts, rows, x)
     for i in range(n - 3):
         age[i] = 0.0 if x[i] > 0.25 else age[i] + 1.0
-    x[n - 3], x[n - 2], x[n - 1] = others, looked, thousands
-    told, more = _dot_product(x, state), _DRIFT
+    x[n - 3], x[n - 2], x[n - 1] = factors
+    predicted_ms, more = _dot_product(x, state), _DRIFT
     if streak[0] >= _STREAK or streak[0] <= -_STREAK:
         streak[0] = 0
-        more += min(max(4.0 * (ms / told) ** 2, 1.0), 16.0)
+        more += min(max(4.0 * (ms / predicted_ms) ** 2, 1.0), 16.0)
     for i in range(n):
         for j in range(n):
             cov[i, j] += more * doubt[i, j] * state[i if i < n - 3 else 0] * state[j if j < n - 3 else 0]
     towards = np.empty(n)
     for i in range(n):
         towards[i] = _dot_product(cov[i], x)
-    variance = _dot_product(x, towards) + (NOISE * told) ** 2
-    off = (ms - told) / math.sqrt(variance)
+    variance = _dot_product(x, towards) + (NOISE * predicted_ms) ** 2
+    off = (ms - predicted_ms) / math.sqrt(variance)
     if off > _HIGH:
         off = _HIGH
         streak[0] = max(streak[0], 0) + 1
@@ -279,6 +255,7 @@ def _update(counts, state, cov, doubt, streak, age, rows, others, looked, thousa
             cov[i, j] -= towards[i] * towards[j] / variance
     for i in range(n):  # lost by rounding
         cov[i, i] = max(cov[i, i], 1e-12)
+    _cap_knot(shape, state, cov, knot)
 
 
 @njit(cache=True, nogil=True)

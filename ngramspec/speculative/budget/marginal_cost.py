@@ -27,23 +27,23 @@ def pass_costs(cost_ms, base_rows, n):
 
 
 @njit(cache=True, nogil=True)
-def lower_hull(costs):
-    """Return the greatest convex function below costs [n+1]: [n+1] float64. The first and last points lie on it."""
-    n = len(costs)
-    corners = np.empty(n, np.int64)
+def lower_hull(x, y):
+    """Return the greatest convex function below points y [n] at rising x [n], at these x: [n] float64. The first and last lie on it."""
+    corners = np.empty(len(x), np.int64)
     k = 0
-    for i in range(n):
-        while k > 1 and (costs[corners[k - 1]] - costs[corners[k - 2]]) * (i - corners[k - 2]) >= (costs[i] - costs[corners[k - 2]]) * (
-            corners[k - 1] - corners[k - 2]
-        ):
+    for i in range(len(x)):
+        while k > 1:
+            a, b = corners[k - 2], corners[k - 1]
+            if (y[b] - y[a]) * (x[i] - x[a]) < (y[i] - y[a]) * (x[b] - x[a]):
+                break
             k -= 1
         corners[k] = i
         k += 1
-    out = costs.copy()
+    out = y.copy()
     for c in range(1, k):
         a, b = corners[c - 1], corners[c]
         for i in range(a + 1, b):
-            out[i] = costs[a] + (costs[b] - costs[a]) * (i - a) / (b - a)
+            out[i] = y[a] + (y[b] - y[a]) * (x[i] - x[a]) / (x[b] - x[a])
     return out
 
 
