@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import llvmlite.ir as ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 
@@ -38,6 +39,25 @@ def pointer(typingctx, address):
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def unowned_views(typingctx, arrays):
+    """Return a tuple's arrays, and what else is in it, as a tuple of the same type without reference counts.
+
+    Their atomic updates at every call cost more than short functions themselves. Valid while somebody holds the originals.
+    """
+
+    def codegen(context, builder, signature, args):
+        members = []
+        for value, kind in zip(cgutils.unpack_tuple(builder, args[0]), arrays, strict=True):
+            if isinstance(kind, types.Array):
+                for field in (0, 1):  # `meminfo` and `parent` of numba's arrays
+                    value = builder.insert_value(value, cgutils.get_null_value(value.type.elements[field]), field)
+            members.append(value)
+        return context.make_tuple(builder, arrays, members)
+
+    return arrays(arrays), codegen
 
 
 @intrinsic

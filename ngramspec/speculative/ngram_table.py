@@ -71,12 +71,6 @@ class TableView(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def unowned_view(a):
-    """Return the same array without a reference count, whose atomic updates at every call cost more than the work itself."""
-    return carray(pointer(np.int64(a.ctypes.data)), a.shape, a.dtype)
-
-
-@njit(cache=True, nogil=True)
 def view_arrays(state, contexts):
     """Return the arrays that one row of the state points to. Safe while the owner (`proposer`) holds their buffer."""
     table = carray(pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)

@@ -21,16 +21,13 @@ from numba import types
 from numba.experimental import structref
 
 from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.numba_intrinsics import unowned_views
 from ngramspec.speculative.budget.marginal_cost import can_pay, lower_hull, pass_costs
-from ngramspec.speculative.calibration import Calibration, count_node, get_odds_against, record_candidate
+from ngramspec.speculative.calibration import count_node, get_odds_against, record_candidate
 from ngramspec.speculative.features import (
     BIAS,
     EXTERNAL,
     MAX_CANDIDATES,
-    ExternalTrees,
-    Nodes,
-    Recycled,
-    Scratch,
     extract_features,
     push_hit,
     record_batch_topk,
@@ -53,7 +50,6 @@ from ngramspec.speculative.ngram_table import (
     follow_text,
     has_room_for,
     push_token,
-    unowned_view,
     view_arrays,
     view_prediction,
 )
@@ -116,38 +112,9 @@ def new_draft_state(*members):
 @njit(cache=True, nogil=True)
 def _view_arrays(draft_state):
     """Return the arrays without reference counts: valid while the caller holds the originals."""
-    nodes, scratch, calibration, weights = draft_state.nodes, draft_state.scratch, draft_state.calibration, draft_state.weights
-    nodes = Nodes(
-        unowned_view(nodes.token),
-        unowned_view(nodes.parent),
-        unowned_view(nodes.depth),
-        unowned_view(nodes.prob),
-        unowned_view(nodes.source),
-        unowned_view(nodes.cursor),
-        unowned_view(nodes.hit_history),
-        unowned_view(nodes.top),
-        unowned_view(nodes.external),
-        unowned_view(nodes.set),
-        unowned_view(nodes.n),
-        unowned_view(nodes.cand_token),
-        unowned_view(nodes.cand_raw),
-        unowned_view(nodes.cand_prob),
-        unowned_view(nodes.cand_source),
-        unowned_view(nodes.cand_state),
-    )
-    scratch = Scratch(
-        unowned_view(scratch.recent),
-        unowned_view(scratch.heads),
-        unowned_view(scratch.totals),
-        unowned_view(scratch.runs),
-        unowned_view(scratch.visits),
-        unowned_view(scratch.seen),
-        unowned_view(scratch.codes),
-        unowned_view(scratch.recycled),
-    )
-    calibration = Calibration(unowned_view(calibration.by_source), unowned_view(calibration.by_level), unowned_view(calibration.verified))
-    weights = Weights(unowned_view(weights.states), unowned_view(weights.mix))
-    return unowned_view(draft_state.states), unowned_view(draft_state.contexts), nodes, weights, scratch, calibration
+    states, contexts = unowned_views((draft_state.states, draft_state.contexts))
+    learned = unowned_views(draft_state.weights), unowned_views(draft_state.calibration)
+    return states, contexts, unowned_views(draft_state.nodes), unowned_views(draft_state.scratch), *learned
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -311,21 +278,10 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, th
     Tree b is start[b] .. start[b + 1]; parents count from its own first node. `threshold`: tokens per millisecond that a node must earn,
     0: the pass's own best rate. `chains`: no node has a sibling.
     """
-    states, contexts, nodes, weights, scratch, calibration = _view_arrays(draft_state)
-    output_caches, source_map = unowned_view(draft_state.output_caches), draft_state.source_map
-    bans, recycled = draft_state.bans, draft_state.recycled
-    source_map = SourceMap(unowned_view(source_map.of_state), source_map.own, source_map.similar)
-    bans = TokenBans(unowned_view(bans.n), unowned_view(bans.codes))
-    external = ExternalTrees(
-        unowned_view(external.start), unowned_view(external.tokens), unowned_view(external.parents), unowned_view(external.codes)
-    )
-    recycled = Recycled(
-        unowned_view(recycled.tokens),
-        unowned_view(recycled.gaps),
-        unowned_view(recycled.keys),
-        unowned_view(recycled.pair_tokens),
-        unowned_view(recycled.pair_gaps),
-    )
+    states, contexts, nodes, scratch, weights, calibration = _view_arrays(draft_state)
+    (output_caches,) = unowned_views((draft_state.output_caches,))
+    source_map, bans = unowned_views(draft_state.source_map), unowned_views(draft_state.bans)
+    external, recycled = unowned_views(external), unowned_views(draft_state.recycled)
     B, R = len(slots), len(nodes.token) // len(states)
     limit = max(min(max_nodes, B * (R - 1)), 0)
     costs = pass_costs(cost_ms, base_rows, limit)
@@ -346,11 +302,8 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, th
             continue
         nodes.depth[first], nodes.prob[first] = 0, 1.0
         nodes.cursor[first, 0], nodes.cursor[first, 1], nodes.cursor[first, 2] = state[COPY_AT], state[COPY_MATCHED], state[COPY_MISSES]
-        nodes.cursor[first, 3], nodes.cursor[first, 4], nodes.cursor[first, 5] = (
-            state[PREDICTION_AT],
-            state[PREDICTION_MATCHED],
-            state[PREDICTION_MISSES],
-        )
+        nodes.cursor[first, 3], nodes.cursor[first, 4] = state[PREDICTION_AT], state[PREDICTION_MATCHED]
+        nodes.cursor[first, 5] = state[PREDICTION_MISSES]
         nodes.hit_history[first] = state[HIT_HISTORY]
         for d in range(n_drafters):
             tree = b * n_drafters + d
@@ -447,8 +400,8 @@ def update(
 
     Return the batch index whose buffer must grow first (call again from there), or B when all is done.
     """
-    states, contexts, nodes, weights, scratch, calibration = _view_arrays(draft_state)
-    rates = unowned_view(draft_state.rates)
+    states, contexts, nodes, scratch, weights, calibration = _view_arrays(draft_state)
+    (rates,) = unowned_views((draft_state.rates,))
     R = len(nodes.token) // len(states)
     keys = np.empty(len(contexts), np.uint64)
     if begin_at == 0:
