@@ -103,7 +103,7 @@ class NativeSteps:
             return None
         slots, drafting = [seq.slot for seq in seqs if seq.speculation], None
         if slots:
-            drafting = self._speculator.compiled(np.array(slots, np.int32), MAX_NEW_TOKENS)
+            drafting = self._speculator.prepare_native(np.array(slots, np.int32), MAX_NEW_TOKENS)
             if drafting is None:
                 return None
         budget = self._plan(seqs, drafting, timing, max_rows)

@@ -176,7 +176,7 @@ class Speculator:
         """
         return [NO_TREE] * len(slots)
 
-    def compiled(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
+    def prepare_native(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
         """Return what compiled code needs to draft for slots [B] int32 by itself, instead of `propose` and `observe`, until one of them has
         `n_tokens` more tokens; `advance` follows. None: not possible in this step."""
         return None

@@ -23,8 +23,7 @@ def make_cold_weights() -> Weights:
             states[context_groups, 1 << visits | seen] = np.log((hits + 0.05) / (visits - hits + 0.4)) + 0.3 * (seen & 1)
     states[context_groups, 2 << ngram_table.REACH :] = -2.0
     states[context_groups, (2 << ngram_table.REACH) + 2 * ngram_table.REACH + 2 :] = 3.0
-    context_groups = [*range(features.OUTPUT_CACHE, features.OUTPUT_CACHE + features.ORDERS + 1)]
-    states[context_groups] = states[0]
+    states[features.OUTPUT_CACHE : features.OUTPUT_CACHE + features.ORDERS + 1] = states[0]  # a context means the same there
     states[features.EXTERNAL :, 2:258] = np.log((np.arange(256) + 0.5) / (255.5 - np.arange(256)))
     for rank in range(features.KEPT):
         for level in range(len(features.GAPS) + 1):

@@ -106,6 +106,29 @@ class Scratch(NamedTuple):
     recycled: np.ndarray  # [2, MAX_CANDIDATES] int64
 
 
+def new_nodes(n: int) -> Nodes:
+    """Return room for n nodes in all slots together."""
+    n_candidates = n * MAX_CANDIDATES
+    return Nodes(
+        token=np.zeros(n, np.int32),
+        parent=np.zeros(n, np.int32),
+        depth=np.zeros(n, np.int32),
+        prob=np.zeros(n, np.float64),
+        source=np.zeros(n, np.uint8),
+        cursor=np.zeros((n, 6), np.int64),
+        hit_history=np.zeros(n, np.int64),
+        top=np.zeros(n, np.int32),
+        external=np.full((n, MAX_DRAFTERS), -2, np.int32),
+        set=np.zeros(n, np.int32),
+        n=np.full(n, -1, np.int32),
+        cand_token=np.zeros(n_candidates, np.int32),
+        cand_raw=np.zeros(n_candidates),
+        cand_prob=np.zeros(n_candidates),
+        cand_source=np.zeros(n_candidates, np.uint8),
+        cand_state=np.zeros((n_candidates, GROUPS), np.int16),
+    )
+
+
 def new_scratch() -> Scratch:
     """Return buffers for one caller."""
     n = 2 * (ORDERS + 1)

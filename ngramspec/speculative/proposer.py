@@ -47,7 +47,7 @@ from ngramspec.speculative.calibration import list_reliability, new_calibration
 from ngramspec.speculative.datastore_drafter import MAX_STORES, Drafts, SuffixDrafter
 from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, make_cold_weights
-from ngramspec.speculative.features import ExternalTrees, Nodes
+from ngramspec.speculative.features import ExternalTrees
 from ngramspec.speculative.tree_builder import NO_PROPOSER, DraftState, SourceMap, TokenBans, Weights
 
 log = logging.getLogger(__name__)
@@ -138,25 +138,7 @@ class Proposer(Speculator):
         self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
         self._recycled = features.new_recycled(vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
         self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
-        rows = max_seqs * (spec_rows + 1)
-        self._nodes = Nodes(
-            token=np.zeros(rows, np.int32),
-            parent=np.zeros(rows, np.int32),
-            depth=np.zeros(rows, np.int32),
-            prob=np.zeros(rows, np.float64),
-            source=np.zeros(rows, np.uint8),
-            cursor=np.zeros((rows, 6), np.int64),
-            hit_history=np.zeros(rows, np.int64),
-            top=np.zeros(rows, np.int32),
-            external=np.full((rows, features.MAX_DRAFTERS), -2, np.int32),
-            set=np.zeros(rows, np.int32),
-            n=np.full(rows, -1, np.int32),
-            cand_token=np.zeros(rows * features.MAX_CANDIDATES, np.int32),
-            cand_raw=np.zeros(rows * features.MAX_CANDIDATES),
-            cand_prob=np.zeros(rows * features.MAX_CANDIDATES),
-            cand_source=np.zeros(rows * features.MAX_CANDIDATES, np.uint8),
-            cand_state=np.zeros((rows * features.MAX_CANDIDATES, features.GROUPS), np.int16),
-        )
+        self._nodes = features.new_nodes(max_seqs * (spec_rows + 1))
         self._scratch = features.new_scratch()
         self._draft_state_made: DraftState | None = None
         self._last_trees: dict[int, DraftTree] = {}
@@ -218,18 +200,11 @@ class Proposer(Speculator):
         state = self._states[slot]
         ngram_table.fill_tables(state, self._contexts, kept, self.history)
         state[ngram_table.OUTPUT_CACHE_ROW] = self._tenants.get(tenant, 0) if tenant is not None else 0
-        state[ngram_table.PREDICTION_AT], state[ngram_table.N_SIMILAR], state[ngram_table.TEMPERATURE] = (
-            -1,
-            n_similar,
-            math.ceil(1000 * min(temperature, 1000)),
-        )
+        state[ngram_table.N_SIMILAR], state[ngram_table.TEMPERATURE] = n_similar, math.ceil(1000 * min(temperature, 1000))
         if prediction is not None and len(prediction):
             self._predictions[slot] = predicted = np.ascontiguousarray(prediction, np.int32)
-            state[ngram_table.PREDICTION_ADDRESS], state[ngram_table.PREDICTION_LENGTH], state[ngram_table.PREDICTION_AT] = (
-                predicted.ctypes.data,
-                len(predicted),
-                0,
-            )
+            state[ngram_table.PREDICTION_ADDRESS], state[ngram_table.PREDICTION_LENGTH] = predicted.ctypes.data, len(predicted)
+            state[ngram_table.PREDICTION_AT] = 0
             if n_output:
                 tree_builder.follow_output(state, tokens[len(tokens) - n_output :])
         codes = np.unique([2 * t for t in stops if t not in set(banned)] + [2 * t + 1 for t in banned]).astype(np.int64)
@@ -337,7 +312,7 @@ class Proposer(Speculator):
     def is_unpredictable(self, slot: int) -> bool:
         return is_unpredictable(int(self._states[slot, ngram_table.HIT_HISTORY]))
 
-    def compiled(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
+    def prepare_native(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
         if not all(self._pausable[d] for d in active):
             return None
@@ -436,14 +411,13 @@ class Proposer(Speculator):
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
         self._n_external = 1 + len(self.drafters) if active else int(stored is not None)
         if not active:
-            return NO_EXTERNAL if stored is None else ExternalTrees(
-                stored.start, stored.tokens, stored.parents, stored.codes
-            ), self._n_external
+            trees = NO_EXTERNAL if stored is None else ExternalTrees(stored.start, stored.tokens, stored.parents, stored.codes)
+            return trees, self._n_external
         D, seqs = self._n_external, slots.tolist()
-        trees: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(_NO_TOKENS, _NO_TOKENS, _NO_CODES)] * (D * len(seqs))
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(_NO_TOKENS, _NO_TOKENS, _NO_CODES)] * (D * len(seqs))
         if stored is not None:
             for b, (first, end) in enumerate(itertools.pairwise(stored.start.tolist())):
-                trees[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
+                parts[b * D] = stored.tokens[first:end], stored.parents[first:end], stored.codes[first:end]
         asked = np.flatnonzero(max_depth > 0).tolist()  # the others are in a cooldown, or at their end
         self._asked = [d for d in active if asked and self._backoffs[d].should_ask()]
         for d in self._asked:
@@ -452,10 +426,10 @@ class Proposer(Speculator):
             self._backoffs[d].ms += (time.perf_counter() - started) * 1e3
             for b, tree in zip(asked, answer if isinstance(answer, (list, tuple)) else (), strict=False):
                 if self._check_tree(d, tree):
-                    trees[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _encode_probs(tree)
-        bounds = np.zeros(len(trees) + 1, np.int64)
-        bounds[1:] = np.cumsum([len(tokens) for tokens, _, _ in trees])
-        return ExternalTrees(bounds, *(np.concatenate(parts) for parts in zip(*trees, strict=True))), D
+                    parts[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _encode_probs(tree)
+        bounds = np.zeros(len(parts) + 1, np.int64)
+        bounds[1:] = np.cumsum([len(tokens) for tokens, _, _ in parts])
+        return ExternalTrees(bounds, *map(np.concatenate, zip(*parts, strict=True))), D
 
     def _set_store_positions(self, slots: np.ndarray, trees: list[DraftTree], stored: Drafts) -> None:
         """Set the store positions of the nodes that the datastore has, too."""
@@ -522,18 +496,14 @@ class _TablePool:
         state[ngram_table.TABLE], state[ngram_table.SHIFT] = address, 65 - size.bit_length()
         state[ngram_table.TOKENS], state[ngram_table.CAP] = address + 16 * size, cap
         state[ngram_table.LINKS] = state[ngram_table.TOKENS] + 4 * cap
-        state[ngram_table.COPY_AT], state[ngram_table.PREDICTION_AT], state[ngram_table.N_DRAFTED], state[ngram_table.HIT_HISTORY] = (
-            -1,
-            -1,
-            -1,
-            1,
-        )
+        state[[ngram_table.COPY_AT, ngram_table.PREDICTION_AT, ngram_table.N_DRAFTED]] = -1
+        state[ngram_table.HIT_HISTORY] = 1
         self.buffers[row] = buffer
 
     def enlarge(self, row: int, n: int, contexts: np.ndarray) -> None:
         """Make room for n more tokens."""
-        old, record_topk = self.states[row].copy(), self.buffers[row]
-        assert record_topk is not None, f"slot {row} was never begun"
+        old, old_buffer = self.states[row].copy(), self.buffers[row]  # the buffer lives until its tables are copied
+        assert old_buffer is not None, f"slot {row} was never begun"
         length = min(int(old[ngram_table.LENGTH]), self.history + ngram_table.LADDER[-1]) + n
         entries = int(old[ngram_table.ENTRIES]) + n * self.n_links
         self.allocate(row, cap=length + length // 8, entries=entries + entries // 8)
@@ -586,7 +556,7 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def idle() -> NativeDrafting:
     """Return what compiled code needs for sequences without drafts."""
     proposer = Proposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=make_cold_weights())
-    drafting = proposer.compiled(np.empty(0, np.int32), 0)
+    drafting = proposer.prepare_native(np.empty(0, np.int32), 0)
     assert drafting is not None
     return drafting
 

@@ -132,7 +132,7 @@ def test_a_head_that_is_always_wrong_is_seldom_asked() -> None:
     slots, tokens, cost = np.zeros(1, np.int32), np.array([2], np.int32), np.full(64, 0.02)
     n, native, position = 0, 0, 19
     while n < 2000:
-        given = proposer.compiled(slots, 1)
+        given = proposer.prepare_native(slots, 1)
         if given is not None:
             assert not proposer.needs_hidden_states
             k = min(given.n_steps, 16)
