@@ -91,7 +91,7 @@ class NativeSteps:
     def can_run(self, rows: Several[ScheduledRows], rule: Acceptance) -> bool:
         """Whether no sequence of these rows needs Python between their pass and the next one."""
         fits = self._fits and not (self._speculator.needs_hidden_states and any(each.seq.speculation for each in rows))
-        return fits and rule.matches_by_pass and all(_is_plain(each) and rule.samples_on_device(each.seq) for each in rows)
+        return fits and rule.matches_by_pass and all(_runs_natively(each) and rule.samples_on_device(each.seq) for each in rows)
 
     def run(self, seqs: list[Sequence], timing: StepTimer, max_rows: int, interrupt: np.ndarray) -> NativeResult | None:
         """Make as many steps as the time and the drafts allow, until interrupt [1] int64 is not 0.
@@ -237,9 +237,9 @@ def make_table(seqs: list[Sequence], stats_rows: list[int]) -> tuple[np.ndarray,
     return np.array(rows, SEQUENCE), np.array(stops, np.int32)
 
 
-def _is_plain(rows: ScheduledRows) -> bool:
+def _runs_natively(rows: ScheduledRows) -> bool:
     seq = rows.seq
-    return rows.n_rows == 1 and seq.is_plain and rows.samples and not seq.lacks_prompt_logprobs
+    return rows.n_rows == 1 and seq.runs_natively and rows.samples and not seq.lacks_prompt_logprobs
 
 
 def _list_draws(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:

@@ -48,7 +48,7 @@ class Sequence:
     """No draft is looked for in this pass: the sequence is unpredictable, and looking costs time."""
     streams = False
     """Somebody waits for the delta of each step."""
-    is_plain: bool
+    runs_natively: bool
     """Its tokens need only a logits row, the seed and the position, and only they end it: it can run in native steps."""
     cooldown = last_cooldown = 0
     """Passes for which no draft will be made, and the length of the last such pause."""
@@ -87,8 +87,8 @@ class Sequence:
         self.last_token, self.previous_token = int(prompt[-1]), int(prompt[-2]) if self.n_prompt > 1 else -1
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
         self.min_tokens = params.min_tokens
-        self.is_plain = not params.stop and sampler.is_plain and sampler.on_device
-        self._n_wordless = 0  # 1 where the last token is one that ended the text
+        self.runs_natively = not params.stop and sampler.on_device
+        self._n_wordless = 0  # 1 once the last token is a stop token, which has no text
         self._closed = False
         self._new_text = ""  # not yet in a delta
         self._n_sent = 0  # tokens that are in deltas
@@ -147,7 +147,7 @@ class Sequence:
         return len(tokens)
 
     def append_all(self, tokens: np.ndarray, state: int) -> None:
-        """Append tokens [n] int32 to a sequence that `is_plain`; native steps have found it in this `state` after the last one.
+        """Append tokens [n] int32 to a sequence that `runs_natively`; native steps have found it in this `state` after the last one.
 
         Raises NotFiniteError or InvalidInputError if the last token is -1: none could be picked.
         """

@@ -34,11 +34,14 @@ log = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
 
-PROMPT_STRETCH = 4.0  # times as long as without prompts takes a pass of sequences that decode, at most, with a part of a prompt
-LEAST_PROMPT_ROWS = 16  # in a pass, however long it takes
+# While sequences decode, a pass with parts of prompts may take this many times as long as one without, so that tokens keep coming.
+PROMPT_STRETCH = 4.0
+LEAST_PROMPT_ROWS = 16  # rows that prompts get in a pass, however long it then takes
 
 
 class Core:
+    """The loop of one engine and the parts that it moves data between."""
+
     def __init__(
         self,
         runner: Runner,
@@ -57,7 +60,7 @@ class Core:
         self.lacks_code = False
         """Whether drafting and native steps are still being compiled: passes are plain until `begin_speculation`."""
         self.wait_for_sampling: Callable[[], None] = lambda: None
-        """Returns once what draws tokens, or changes their logits, has been compiled."""
+        """Called for the first sequence that is not greedy: returns once the functions that draw tokens have been compiled."""
         self.prefixes: PrefixStore | None = None
         """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
         self._n_drafting = 0  # sequences that a draft was looked for in this step
@@ -74,11 +77,11 @@ class Core:
         self.timing = StepTimer(cost)
 
     def use(self, speculator: Speculator) -> None:
-        """Draft with this speculator. Not while sequences run.
+        """Draft with this speculator from now on. Not while sequences run.
 
         Raises what its drafters raise at `bind`, and UnsupportedModelError if they need hidden states that the runner does not provide.
         """
-        self.runner.keep_states(speculator.needs_hidden_states)
+        self.runner.keep_states(speculator.needs_hidden_states)  # raises if the runner cannot
         self.runner.keep_states(False)
         self._keeps_states = False
         self.runner.keep_candidates(speculator.needs_topk)
@@ -110,7 +113,7 @@ class Core:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
-        if self.lacks_code and not (seq.sampler.greedy and seq.sampler.is_plain):
+        if self.lacks_code and not (seq.sampler.greedy and seq.sampler.is_stateless):
             self.wait_for_sampling()
         seq.speculation = seq.speculation and self.speculator.active
         self.scheduler.add(seq)
@@ -213,7 +216,7 @@ class Core:
         return True
 
     def _limit_rows(self, n_decoding: int) -> int:
-        """Return how many rows a pass may have with prompts beside sequences that decode, so that those don't wait long for each token."""
+        """Return the most rows of a pass in which prompts are computed beside `n_decoding` sequences that wait for their next token."""
         table = self.cost.table
         most_ms = PROMPT_STRETCH * float(table[min(n_decoding, len(table) - 1)])
         return max(self.cost.count_rows(most_ms), n_decoding + LEAST_PROMPT_ROWS)
@@ -287,7 +290,7 @@ class Core:
         )
 
     def _cools_down(self, seq: Sequence) -> bool:
-        """Return whether no draft is looked for in this pass, since the sequence has been unpredictable."""
+        """Count down or begin the sequence's cooldown; return whether it has no draft in this pass, because it was unpredictable."""
         seq.cooldown, seq.last_cooldown, pauses = update_cooldown(
             seq.cooldown, seq.last_cooldown, seq.cooldown > 0 or self.speculator.is_unpredictable(seq.slot)
         )

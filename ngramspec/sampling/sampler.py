@@ -189,7 +189,7 @@ def _draw_index(w, u):
     return i
 
 
-def _every_token_is_banned(position: int) -> InvalidInputError:
+def _make_banned_error(position: int) -> InvalidInputError:
     return InvalidInputError(f"at output position {position} every token is banned, by logit_bias, allowed_token_ids or bad_words")
 
 
@@ -258,10 +258,10 @@ def apply_mask(row, mask):
 def on_device(params: SamplingParams) -> bool:
     """Return whether tokens are a function of (logits row, seed, position) alone and no log-probabilities are wanted, so that all
     sequences can be sampled in one call."""
-    return _is_plain(params) and params.logprobs is None
+    return _keeps_logits(params) and params.logprobs is None
 
 
-def _is_plain(params: SamplingParams) -> bool:
+def _keeps_logits(params: SamplingParams) -> bool:
     """Return whether logits are left as they are."""
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     return _is_sparse(params) and penalties == (1.0, 0.0, 0.0) and not params.logit_bias and params.min_tokens == 0
@@ -301,7 +301,7 @@ class Sampler:
         self.by_entries = _is_sparse(params) and params.logprobs is None
         """Whether `entries` lists all adjustments."""
         unusual = params.post_sampling_probs or params.logprob_token_ids
-        self.scores_few = _is_plain(params) and params.logprobs is not None and 0 <= params.logprobs <= KEPT and not unusual
+        self.scores_few = _keeps_logits(params) and params.logprobs is not None and 0 <= params.logprobs <= KEPT and not unusual
         """Whether logits are left as they are, and the top-k of the pass is enough for the log-probabilities wanted."""
         self._entries: _Entries | None = None  # made when somebody asks
         self._temperature = np.float32(params.temperature)
@@ -331,7 +331,7 @@ class Sampler:
         return other
 
     @property
-    def is_plain(self) -> bool:
+    def is_stateless(self) -> bool:
         """Whether accepting a token changes nothing."""
         return not self.penalised and self.constraint is None and not self._n_recent
 
@@ -423,7 +423,7 @@ class Sampler:
                 f"at output position {position} the grammar allows only tokens that logit_bias, bad_words or allowed_token_ids forbid"
             )
         if adjusted[best] == -np.inf and (self.allowed is not None or self.bad_words or (self.bias == -np.inf).any()):
-            raise _every_token_is_banned(position)
+            raise _make_banned_error(position)
         if not np.isfinite(adjusted[best]):
             raise NotFiniteError(position)
         return best
@@ -433,7 +433,7 @@ class Sampler:
         banned = self.ids[self.bias == -np.inf]
         held = self.held_back if position < self.params.min_tokens else banned
         whole = len(banned) and len(np.union1d(banned, held)) == self._vocab_size
-        return _every_token_is_banned(position) if whole else NotFiniteError(position)
+        return _make_banned_error(position) if whole else NotFiniteError(position)
 
     def draw(self, weights: np.ndarray, position: int, lane: int) -> int:
         """Draw a token from weights [V] int64 by this lane's u."""

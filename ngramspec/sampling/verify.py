@@ -33,7 +33,7 @@ def match_draft(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterato
         token = sample(node + 1)
         child = -1
         if tree is not None and len(tree.tokens):
-            child = _child(tree.parents, tree.tokens, node, token)
+            child = _find_child(tree.parents, tree.tokens, node, token)
         yield token, child
         if child < 0:
             return
@@ -41,7 +41,7 @@ def match_draft(tree: DraftTree | None, sample: Callable[[int], int]) -> Iterato
 
 
 @njit(cache=True, nogil=True)
-def _child(parents, tokens, node, token):
+def _find_child(parents, tokens, node, token):
     for i in range(node + 1, parents.shape[0]):
         if parents[i] == node and tokens[i] == token:
             return i
