@@ -20,7 +20,6 @@ MAX_NAMES = 512 << 20  # bytes of all names: version 4 writes down only how a na
 SIZES = {"sha1": 20, "sha256": 32}
 _EXTENDED = 0x4000
 _LENGTH = 0x0FFF
-_MASK_64 = (1 << 64) - 1
 
 
 class IndexFormatError(ValueError):
