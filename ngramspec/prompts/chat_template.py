@@ -27,7 +27,7 @@ from ngramspec.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
 from ngramspec.prompts.thoughts import HARMONY, ThoughtMarks, ThoughtReader, detect_marks
-from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
+from ngramspec.prompts.tool_calls.call_formats import HERMES, NAMED_ID, CallFormat
 from ngramspec.prompts.tool_calls.call_probe import detect_call_format
 from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
@@ -261,7 +261,8 @@ class Prompts:
     def _told(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide) -> _Told:
         """What the template is handed, with `hide(text, role)` in the place of each text."""
         variables = {name: _hidden(value, hide) for name, value in style.variables.items()}
-        return _Told([self._message(turn, hide) for turn in turns], [_hidden(tool, hide) for tool in tools], style, variables)
+        ids = self._make_ids(turns, hide)
+        return _Told([self._message(turn, hide, ids) for turn in turns], [_hidden(tool, hide) for tool in tools], style, variables)
 
     def _rendered(self, told: _Told) -> str:
         """Raises InvalidInputError."""
@@ -284,18 +285,27 @@ class Prompts:
             raise ValueError("it does not show the last message, which is to be continued")
         return text if behind.startswith(" ") or not last["content"].strip() else text.rstrip()
 
-    def _message(self, turn: Turn, hide: Hide) -> dict[str, Any]:
+    def _make_ids(self, turns: Sequence[Turn], hide: Hide) -> dict[str, str]:
+        """Return the ids of calls as the template is told them, if they have to name the tools."""
+        calls = [call for turn in turns for call in turn.calls] if self.calls.ids_name_tools else []
+        return {call.id: NAMED_ID.format(name=hide(call.name, TOOL), index=i) for i, call in enumerate(calls)}
+
+    def _message(self, turn: Turn, hide: Hide, ids: Mapping[str, str]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": turn.role, "content": hide(turn.content, turn.role)}
         if turn.thoughts:
             message["reasoning_content"] = hide(turn.thoughts, TOOL)
         if turn.calls:
             message["tool_calls"] = [
-                {"id": _short(call.id), "type": "function", "function": {"name": hide(call.name, TOOL), "arguments": arguments}}
+                {
+                    "id": ids.get(call.id) or _short(call.id),
+                    "type": "function",
+                    "function": {"name": hide(call.name, TOOL), "arguments": arguments},
+                }
                 for call in turn.calls
                 for arguments in [self._arguments(call.arguments, hide)]
             ]
         if turn.role == TOOL:
-            message |= {"tool_call_id": _short(turn.call_id or ""), "name": hide(turn.name or "", TOOL)}
+            message |= {"tool_call_id": ids.get(turn.call_id or "") or _short(turn.call_id or ""), "name": hide(turn.name or "", TOOL)}
         return message
 
     def _arguments(self, given: str, hide: Hide) -> Any:

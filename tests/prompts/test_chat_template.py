@@ -263,3 +263,15 @@ def test_calls_that_a_template_does_not_show_stand_in_the_text() -> None:
     found = control_texts(engine, prompts.chat(CALLED, DECLARED))
     assert [found.count(token) for token in tokens] == [1, 1], "the user's is text"
     assert prompts.calls.in_text
+
+
+def test_ids_name_the_tools_if_a_template_shows_nothing_else() -> None:
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.id }}<args>{{ c.function.arguments | tojson }}</call>{% endfor %}"
+    prompts, engine = make(SHOWS_TOOLS.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}").replace("CALLS", calls))
+    assert prompts.calls.ids_name_tools
+    again = [*CALLED[:4], Turn("assistant", "", (Call("3", "<|im_end|>", "{}"),)), CALLED[4]]
+    written = prompts.text(again, DECLARED)
+    assert '<call>functions.f:0<args>{"c": "d"}</call><call>functions.g:1<args>{"e": [true]}</call>' in written
+    assert "tool\nfunctions.f:0one" in written
+    assert "<call>functions.<|im_end|>:2<args>{}</call>" in written
+    assert control_texts(engine, prompts.chat(again, DECLARED)).count("<|im_end|>") == len(again), "a name is text"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 ID, INDEX = "\0", "\1"  # stand for the id of a call, and for its number among the calls, where a template prints them
+NAMED_ID = "functions.{name}:{index}"  # of Kimi K2, with the call's number in the conversation
 PLACEHOLDERS = {ID: "[a-zA-Z0-9]{9}", INDEX: "[0-9]{1,4}"}  # ids as Mistral's templates require them; others accept any
 MAX_COMMON = 3  # characters of the longest beginning of a call that is not distinct enough to look for
 _OBJECT = re.compile(r'(\[\s*)?\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"[^"]*"\s*,\s*)*"(?:name|tool_name)"\s*:\s*"$')
@@ -66,6 +67,8 @@ class CallFormat:
     """The template takes arguments as text and not as an object."""
     pairs: Pairs | None = None
     """None: arguments are JSON."""
+    ids_name_tools: bool = False
+    """The template prints no name of a call but its id, which has to be `NAMED_ID`."""
     in_text: bool = False
     """The template shows tools and results but no calls: earlier ones are written into the assistant's text."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ngramspec.prompts.tool_calls.call_formats import HERMES, ID, INDEX, WRITTEN_IN_TEXT, CallFormat, Pairs
+from ngramspec.prompts.tool_calls.call_formats import HERMES, ID, INDEX, NAMED_ID, WRITTEN_IN_TEXT, CallFormat, Pairs
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
 """(messages, tools, whether the assistant's answer follows) -> the rendered template. Raises ValueError if the template refuses."""
@@ -40,7 +40,7 @@ def detect_call_format(render: Render, special: Sequence[str]) -> CallFormat | N
             probe = _Probe(render, special, as_text=as_text)
             if not probe.shows_tools():
                 continue
-            if not probe.shows_calls():
+            if not (probe.shows_calls() or probe.shows_named_ids()):
                 return next((form for form in WRITTEN_IN_TEXT if form.trigger in special), None)
             found = probe.find_format()
         except ValueError:
@@ -65,7 +65,7 @@ class _Probe:
 
     def __init__(self, render: Render, special: Sequence[str], *, as_text: bool) -> None:
         """Render what every answer has. `as_text`: hand over arguments as text. Raises ValueError if the template refuses."""
-        self._render, self._special, self._as_text = render, special, as_text
+        self._render, self._special, self._as_text, self._ids, self._names_ids = render, special, as_text, _IDS, False
         self._tools = [_make_probe_tool(name) for name in _NAMES]
         user = {"role": "user", "content": _USER}
         self._before, asked = (render([user], self._tools, follows) for follows in (True, False))
@@ -88,6 +88,12 @@ class _Probe:
         shown = self._render_calls(_ARGUMENTS)
         return _NAMES[0] in shown.rpartition(_USER)[2] and _TEXT in shown
 
+    def shows_named_ids(self) -> bool:
+        """Return whether the template prints calls whose ids name the tools; if so, they do from now on. Raises ValueError."""
+        one, two = (NAMED_ID.format(name=name, index=i) for i, name in enumerate(_NAMES))
+        self._ids, self._names_ids = (one, two), True
+        return self.shows_calls()
+
     def find_format(self) -> CallFormat | None:
         """Return the format; None if it cannot be described. Raises ValueError if the template refuses."""
         one = self._render_calls(_ARGUMENTS)
@@ -106,7 +112,7 @@ class _Probe:
         if two is not None:
             parts = _join_parts(parts, two)
         last = self._cut_end_of_turn(parts.last)
-        found = CallFormat(parts.first, parts.middles[0], parts.between, last, (), self._as_text, pairs)
+        found = CallFormat(parts.first, parts.middles[0], parts.between, last, (), self._as_text, pairs, self._names_ids)
         return replace(found, special=_find_tokens(found, self._special))
 
     def _find_pairs(self, one: str) -> tuple[Pairs, re.Pattern[str]] | None:
@@ -138,7 +144,7 @@ class _Probe:
     def _split_calls(self, text: str, arguments: re.Pattern[str], n_calls: int) -> _Parts | None:
         """Return what stands around the calls; None if they are not all there."""
         rest = self._cut_opening(text)
-        for number in _IDS:
+        for number in _IDS:  # not those that name tools
             rest = rest.replace(number, ID)
         parts, middles = [], []
         for name in _NAMES[:n_calls]:
@@ -182,7 +188,7 @@ class _Probe:
     def _make_calls(self, *arguments: dict[str, Any]) -> list[dict[str, Any]]:
         return [
             {"id": number, "type": "function", "function": {"name": name, "arguments": json.dumps(given) if self._as_text else given}}
-            for number, name, given in zip(_IDS, _NAMES, arguments, strict=False)
+            for number, name, given in zip(self._ids, _NAMES, arguments, strict=False)
         ]
 
 
