@@ -511,15 +511,23 @@ def test_slots_tell_no_text(editor: httpx.Client, fim_engine: Engine) -> None:
     idle = editor.get("/slots").json()
     assert [(slot["id"], slot["is_processing"]) for slot in idle] == [(i, False) for i in range(4)]
     secret = "xyzzy" * 8
-    body = {"prompt": secret, "n_predict": 1900, "ignore_eos": True, "speculation": False, "stream": True}
+    body = {"prompt": secret, "n_predict": 1900, "ignore_eos": True, "speculation": False, "stream": True, "n_cmpl": 4}
+    assert editor.get("/slots?fail_on_no_slot=1").status_code == 200
     with editor.stream("POST", "/completion", json=body) as response:
         lines = response.iter_lines()
-        assert next(lines)
-        shown = editor.get("/slots")
+        begun = set[int]()
+        while len(begun) < 4:
+            line = next(lines)
+            begun |= {json.loads(line[6:])["index"]} if line else set()
+        shown, busy = editor.get("/slots"), editor.get("/slots?fail_on_no_slot=1")
+    assert (busy.status_code, busy.json()["error"]["code"]) == (503, "no_slot")
     assert secret not in shown.text
     assert shown.json()[0]["is_processing"] is True
     assert shown.json()[0]["n_prompt_tokens"] == 40
     assert shown.json()[0]["next_token"]["n_decoded"] > 0
+    deadline = time.monotonic() + 60
+    while any(slot["is_processing"] for slot in editor.get("/slots").json()):
+        assert time.monotonic() < deadline
 
 
 def test_keys(fim_engine: Engine, make_server: Callable[..., Any]) -> None:

@@ -21,7 +21,7 @@ from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, check_site, identify, operator
 from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias
-from ngramspec.server.error_responses import ApiError, make_bad_request
+from ngramspec.server.error_responses import ApiError, make_bad_request, retry_after
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
 from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaRequest, SlotFile
 from ngramspec.server.llamacpp.slots import SavedSlots
@@ -87,14 +87,18 @@ def make_router(state: ServerState) -> APIRouter:
         return handler.props()
 
     @routes.get("/slots")
-    async def slots(identity: Annotated[Identity, Depends(operator)]) -> list[dict[str, Any]]:
+    async def slots(identity: Annotated[Identity, Depends(operator)], fail_on_no_slot: str = "") -> list[dict[str, Any]]:
         """How busy it is; where there are keys, for administrators.
 
-        How far each request is can be seen from this machine and by an administrator: it tells what is drafted.
+        How far each request is can be seen from this machine and by an administrator: it tells what is drafted. With `fail_on_no_slot=1`
+        the answer is 503 if all are busy.
         """
         if not state.settings.slots:
             raise ApiError(501, "the server was started without /slots")
-        return handler.slots(detailed=identity.trusted)
+        shown = handler.slots(detailed=identity.trusted)
+        if fail_on_no_slot and all(slot["is_processing"] for slot in shown):
+            raise ApiError(503, "no slot is free", code="no_slot", headers=retry_after(1))
+        return shown
 
     @routes.post("/slots/{id_slot}")
     async def change_slot(
