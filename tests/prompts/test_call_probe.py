@@ -265,6 +265,7 @@ def test_the_number_of_a_call_is_any(formats: dict[str, CallFormat]) -> None:
 def test_a_form_that_cannot_be_described_leaves_the_template_its_tools() -> None:
     template = make_template("qwen3-coder").replace("<parameter={{ k }}>", "<{{ k }}>").replace("</parameter>", "</{{ k }}>")
     assert detect(template) == HERMES
+    assert detect(template.replace("f.arguments | items", "(f.arguments if f.arguments is mapping else {}) | items")) == HERMES
     assert detect(make_template("hermes").replace("{{ t | tojson }}", "")) is None
 
 

@@ -35,20 +35,23 @@ def detect_call_format(render: Render, special: Sequence[str]) -> CallFormat | N
     format is Hermes': a model can be held to it, and calls in other forms are found as well. `special`: tokens that no text shows.
     """
     unknown: CallFormat | None = None
+    shows_tools = False
     for as_text in (False, True):
         try:
             probe = _Probe(render, special, as_text=as_text)
             if not probe.shows_tools():
                 continue
+            shows_tools = True
             if not (probe.shows_calls() or probe.shows_named_ids()):
-                return next((form for form in WRITTEN_IN_TEXT if form.trigger in special), None)
+                continue
             found = probe.find_format()
         except ValueError:
             continue
         if found is not None and (found.is_object or found.trigger or found.pairs):
             return found
         unknown = unknown or replace(HERMES, arguments_as_text=as_text)
-    return unknown
+    written = (form for form in WRITTEN_IN_TEXT if shows_tools and form.trigger in special)
+    return unknown or next(written, None)
 
 
 class _Parts(NamedTuple):
