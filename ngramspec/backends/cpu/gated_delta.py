@@ -126,9 +126,12 @@ def run_recurrent(part, layer, shared):
     """Run the parts of a layer's recurrence, from `part` on: from the normed rows to the heads' outputs."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    matrices, tables, numbers = model.weights[0], model.weights[1], model.weights[4]
-    which, _, _, options, more, conv, rates, norms, states = model.variants
-    normed, codes, act_scales, qkv, mixed = model.work[2], model.work[3], model.work[4], model.work[5], model.work[7]
+    matrices, tables, numbers = model.weights.matrices, model.weights.tables, model.weights.numbers
+    variants = model.variants
+    which, options, more, states = variants.which, variants.options, variants.matrices, variants.states
+    conv, rates, norms = variants.conv, variants.rates, variants.norms
+    work = model.work
+    normed, codes, act_scales, qkv, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.mixed
     i_layer = which[layer]
     of_layer, columns = np.empty((4, matrices.shape[1]), np.int64), np.zeros(4, np.int64)
     for i in range(4):

@@ -140,10 +140,12 @@ def run_latent(part, layer, shared):
     """Run a layer's parts from `part` on: from the normed rows to what its last matrix multiplies."""
     model, p = shared.model, shared.current
     state, n_rows, threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    matrices, tables, _, (windows, rotary, form), numbers, functions, (cos, sin), scales, _, _ = model.weights
+    weights, work = model.weights, model.work
+    matrices, tables, windows, rotary, form = weights.matrices, weights.tables, weights.windows, weights.rotary, weights.form
+    numbers, functions, cos, sin, scales = weights.numbers, weights.functions, weights.cos, weights.sin, weights.query_scales
     (options, fields, norms, all_eps), (made, head_codes, head_scales, latents) = model.latent
-    _, _, normed, codes, act_scales, inputs, q, mixed, _, _, _, _, _, _ = model.work
-    i_keys = model.variants[1][layer]
+    normed, codes, act_scales, inputs, q, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.q, work.mixed
+    i_keys = model.variants.kv_layers[layer]
     keys, values, m, more = model.pool[0][i_keys], model.pool[1][i_keys], matrices[7 * layer : 7 * layer + 3], fields[i_keys]
     n_heads, query_rank, value_dim, rank, plain = q.shape[1], options[QUERY_RANK], options[VALUE_DIM], options[RANK], options[PLAIN]
     quantise, interleaved, eps, which = functions[QUANTISE], form[INTERLEAVED], all_eps[0], rotary[layer]

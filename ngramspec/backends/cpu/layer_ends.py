@@ -50,12 +50,12 @@ def _make_inputs(part, shared):
     """Make the inputs [T, L · P] of all rows to all layers, in three parts."""
     model, p = shared.model, shared.current
     state, ids, n_threads = p.state, p.input_ids, p.tokens.shape[0]
-    of_model, tables, _, _, numbers, functions, _, _, _, _ = model.weights
-    _, _, inputs, _, matrices, _, _, of_layers, _ = model.variants
+    of_model, tables, numbers, functions = model.weights.matrices, model.weights.tables, model.weights.numbers, model.weights.functions
+    inputs, matrices, of_layers = model.variants.gates, model.variants.matrices, model.variants.norms
     n_layers, n_inputs = of_layers.shape[0] - 1, (inputs.shape[1] - DEPTH) // (of_layers.shape[0] - 1)
     factors, norm = of_layers[n_layers, :INPUT_NORM], of_layers[n_layers, INPUT_NORM : INPUT_NORM + n_inputs]
-    normed, codes, act_scales = model.work[2], model.work[3], model.work[4]
-    hidden, n_rows, n_wide = model.work[0].shape[1], ids.shape[0], normed.shape[1]
+    normed, codes, act_scales = model.work.normed, model.work.codes, model.work.act_scales
+    hidden, n_rows, n_wide = model.work.x.shape[1], ids.shape[0], normed.shape[1]
     embedding, projection, table = of_model[of_model.shape[0] - 2], matrices[2 * n_layers : 2 * n_layers + 1], matrices[2 * n_layers + 1]
     pieces = min(n_rows, PIECES)
     i = take_piece(state, part)
@@ -90,10 +90,17 @@ def _run_experts(part, layer, shared):
     """Run the experts beside an MLP and finish the rows, in eight parts."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    _, tables, (_, _, post_norms, _), _, numbers, functions, _, _, experts, _ = model.weights
-    _, _, _, _, _, _, all_norms, of_layers, _ = model.variants
-    x, delta, normed, codes, act_scales, summed = model.work[0], model.work[1], model.work[2], model.work[3], model.work[4], model.work[5]
-    pairs = model.work[13]
+    weights, work = model.weights, model.work
+    tables, post_norms, numbers, functions, experts = (
+        weights.tables,
+        weights.post_norms,
+        weights.numbers,
+        weights.functions,
+        weights.experts,
+    )
+    all_norms, of_layers = model.variants.rates, model.variants.norms
+    x, delta, normed, codes, act_scales, summed = work.x, work.delta, work.normed, work.codes, work.act_scales, work.qkv
+    pairs = work.pairs
     norms, eps, hidden = all_norms[layer], numbers[EPS], x.shape[1]
     m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
     ids, codes, act_scales = pairs.ids[layer], codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH]
@@ -137,13 +144,20 @@ def run_layer_end(part, layer, shared):
     """Run the parts of a layer's end, from `part` on: from the MLP's output to rows that nothing has to be added to."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    _, tables, (_, _, post_norms, _), _, numbers, functions, _, _, experts, _ = model.weights
-    _, _, inputs, _, matrices, _, norms, of_layers, _ = model.variants
+    weights, work, variants = model.weights, model.work, model.variants
+    tables, post_norms, numbers, functions, experts = (
+        weights.tables,
+        weights.post_norms,
+        weights.numbers,
+        weights.functions,
+        weights.experts,
+    )
+    inputs, matrices, norms, of_layers = variants.gates, variants.matrices, variants.rates, variants.norms
     if experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0:
         _run_experts(part, layer, shared)
         return
-    x, delta, normed, codes, act_scales = model.work[0], model.work[1], model.work[2], model.work[3], model.work[4]
-    both, middle, middle_codes, middle_act_scales = model.work[9], model.work[10], model.work[11], model.work[12]
+    x, delta, normed, codes, act_scales = work.x, work.delta, work.normed, work.codes, work.act_scales
+    both, middle, middle_codes, middle_act_scales = work.both, work.middle, work.middle_codes, work.middle_act_scales
     gate, projection = matrices[2 * layer : 2 * layer + 1], matrices[2 * layer + 1 : 2 * layer + 2]
     hidden, n_wide, has_input = x.shape[1], normed.shape[1], gate[0, PANELS] > 0
     n_inputs = (inputs.shape[1] - DEPTH) // (of_layers.shape[0] - 1)

@@ -38,7 +38,6 @@ from ngramspec.backends.cpu.llama_pass import (
     ACTIVATE,
     ACTIVATE_EXPERTS,
     ATTEND,
-    ATTENDED,
     EXPERTS,
     FUNCTIONS,
     GATE_ROW,
@@ -52,6 +51,9 @@ from ngramspec.backends.cpu.llama_pass import (
     UNPACK_INPUTS,
     CompiledModel,
     CompiledPass,
+    PassBuffers,
+    PassVariants,
+    PassWeights,
     SharedPass,
     compute,
     fill_pass,
@@ -76,7 +78,7 @@ from ngramspec.sampling.batch import Batch
 
 # Positions whose angles are computed at a time: always the same groups, so that a position's angles always have the same bits.
 ANGLES = 1024
-_NO_LOGITS = np.empty((0, 0), np.float32)
+_NOTHING = np.empty((0, 0), np.float32)
 
 
 class ForwardOutput(NamedTuple):
@@ -94,9 +96,7 @@ class _Buffers(NamedTuple):
     """Buffers that passes of up to `n_rows` rows reuse."""
 
     n_rows: int
-    arrays: tuple[np.ndarray, ...]
-    """They stand in the order in which `run_thread` unpacks them."""
-    pairs: moe.PairBuffers
+    work: PassBuffers
     gates: np.ndarray
     """[n_rows, heads · D], or [0, 0] without gates; in their place tokens' inputs to layers, [n_rows, L · P, and a quant block]."""
     heads: tuple[np.ndarray, ...]
@@ -181,7 +181,7 @@ class LlamaDecoder:
         computed = self.run(batch, pool, threads, first=layer, n_layers=1, x=x)
         assert self._buffers is not None
         n = len(batch.input_ids)
-        before, added = (array[:n, : self.hidden] for array in self._buffers.arrays[:2])
+        before, added = (array[:n, : self.hidden] for array in self._buffers.work[:2])
         if len(self._post_norms):
             mean = np.square(added).mean(axis=1, keepdims=True)
             added = self._post_norms[2 * layer + 1] * added / np.sqrt(mean + np.float32(self.options.eps))
@@ -201,7 +201,7 @@ class LlamaDecoder:
         model = self.get_compiled_model(pool, n_rows, int(batch.positions.max()) + 1)
         assert self._buffers is not None
         if x is not None:
-            self._buffers.arrays[0][:n_rows] = x
+            self._buffers.work.x[:n_rows] = x
         logits = self._get_logits_buffer(len(wanted))
         kept = np.empty((n_rows if states else 0, self.hidden), np.float32)
         tokens, values = np.empty((threads, len(wanted), n_best), np.int32), np.empty((threads, len(wanted), n_best), np.float32)
@@ -215,7 +215,7 @@ class LlamaDecoder:
             self._pass = self.make_empty_pass()
         fill_pass(self._pass, first, last, x is None, make_counters(count_parts(last - first)), rows, left)
         self.run_pass(threads, model, self._pass)
-        release_logits(self._pass, _NO_LOGITS)
+        release_logits(self._pass, _NOTHING)
         return ForwardOutput(logits[:, : self.vocab_size], kept if states else None, greedy, tokens[0], values[0])
 
     def run_pass(self, threads: int, model: CompiledModel, current: CompiledPass) -> None:
@@ -271,17 +271,16 @@ class LlamaDecoder:
         of = pool, self._buffers, self._angles_so_far
         if self._model is None or any(a is not b for a, b in zip(self._model_of, of, strict=True)):
             assert self._buffers is not None
-            norms = self._norms, self._head_norms, self._post_norms, self._last_norm
-            weights = (
-                self._matrices, self.context.tables, norms, (self._windows, self._rotary, self.options.form),
-                self.options.numbers, self._functions, self._angles_so_far, self._scales, self._experts, self._sinks,
+            weights = PassWeights(
+                self._matrices, self.context.tables, self._norms, self._head_norms, self._post_norms, self._last_norm, self._windows,
+                self._rotary, self.options.form, self.options.numbers, self._functions, *self._angles_so_far, self._scales, self._experts,
+                self._sinks,
             )  # fmt: skip
-            which, kv_layers, *others = self._variants
-            variants = which, kv_layers, self._buffers.gates, *others, pool.states
-            work = *self._buffers.arrays, self._buffers.pairs
+            variants = self._variants._replace(gates=self._buffers.gates, states=pool.states)
+            work = self._buffers.work
             latent = self._latent, self._buffers.heads
             own_heads = self.options.latent or any(layer.heads for layer in self.layers)  # they write elsewhere, without gaps between rows
-            self._functions[ATTEND] = find_attention(pool.all_keys.dtype, None if own_heads else self._buffers.arrays[ATTENDED])
+            self._functions[ATTEND] = find_attention(pool.all_keys.dtype, None if own_heads else work.heads)
             self._model, self._model_of = make_compiled_model(weights, (pool.all_keys, pool.all_values), work, variants, latent), of
         return self._model
 
@@ -306,16 +305,15 @@ class LlamaDecoder:
             heads = zeros(n_heads, 0)  # latent attention has its own
             if latent is None:
                 heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
-            arrays = (
+            layers_of_experts = [each.experts for each in self.layers if each.experts]
+            work = PassBuffers(
                 zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), *make_code_buffers(n, codes),
                 zeros(inputs * WIDTH), zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
-                *make_code_buffers(n, inner),
+                *make_code_buffers(n, inner), moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)),
             )  # fmt: skip
-            layers_of_experts = [each.experts for each in self.layers if each.experts]
             n_gates = n_heads * head_dim if self.options.gated else self._n_inputs and self._n_inputs * len(self.layers) + DEPTH
             gates = zeros(n_gates) if n_gates else np.zeros((0, 0), np.float32)
-            pairs = moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers))
-            self._buffers = _Buffers(n, arrays, pairs, gates, make_head_buffers(latent, n_heads, n))
+            self._buffers = _Buffers(n, work, gates, make_head_buffers(latent, n_heads, n))
 
     def _ensure_angles(self, n_positions: int) -> None:
         while (n := self._angles_so_far[0].shape[1]) < n_positions:
@@ -340,13 +338,12 @@ def count_parts(n_layers: int) -> int:
     return PARTS * n_layers + 4
 
 
-def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) -> tuple[tuple[np.ndarray, ...], list[Matrix]]:
+def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) -> tuple[PassVariants, list[Matrix]]:
     """Return what `gated_delta`, `short_conv` or `mamba2` reads of the layers with a state, R of L, and matrices that are not among a
     layer's seven.
 
-    The arrays: number among the layers with a state, or with latent attention [L], -1 for others; number among the layers with attention
-    [L]; options [5]; fields of the fourth matrix of inputs [R, MATRIX]; convolutions by groups of channels [R, groups, taps, inputs], for
-    Mamba-2 a bias after the taps; decays and their biases [R, 2, heads], for Mamba-2 rates [R, 5, heads]; norms [R, V].
+    `options` [5]; `matrices` [R, MATRIX]: fields of the fourth matrix of inputs; `conv` [R, groups, taps, inputs], for Mamba-2 with a bias
+    after the taps; `rates` [R, 2, heads], for Mamba-2 [R, 5, heads]; `norms` [R, V].
     """
     found = [layer.recurrent for layer in layers if layer.recurrent]
     options, keeps_state = of_model.recurrent, [layer.keeps_state for layer in layers]
@@ -370,17 +367,15 @@ def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) 
         mixers = [layer.mamba for layer in layers if layer.mamba]
         conv, norms = [_gather_channel_taps(each.conv, mamba) for each in mixers], [each.norm for each in mixers]
         rates = stack_arrays([_list_rates(each, mamba) for each in mixers], 5, 0)
-    return (which, kv_layers, numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays(norms, 0)), more
+    return PassVariants(which, kv_layers, _NOTHING, numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays(norms, 0), ()), more
 
 
-def _describe_varied(
-    layers: Sequence[LayerWeights], inputs: LayerInputs | None, hidden: int
-) -> tuple[tuple[np.ndarray, ...], list[Matrix]]:
+def _describe_varied(layers: Sequence[LayerWeights], inputs: LayerInputs | None, hidden: int) -> tuple[PassVariants, list[Matrix]]:
     """Return what `varied_heads` and `layer_ends` read of L layers, and matrices that are not among a layer's seven.
 
-    The arrays stand in the places of those of `_describe_recurrent` and have their types: number of the layer [L] twice; heads
-    [(L + 1) · HEAD_FIELDS]; fields of a gate and a projection per layer, and of those of `inputs` [2 · L + 2, MATRIX]; an empty one; norms
-    [L, NORMS, H]; factors of a layer and of its experts, and in the last line factors and norm of `inputs` [L + 1, ..].
+    `options` [(L + 1) · HEAD_FIELDS]; `matrices` [2 · L + 2, MATRIX]: fields of a gate and a projection per layer, and of those of
+    `inputs`; `rates` [L, NORMS, H]: norms; `norms` [L + 1, ..]: factors of a layer and of its experts, in the last line factors and norm of
+    `inputs`.
     """
     ends, n = [layer.end or LayerEnd(1.0) for layer in layers], len(layers)
     n_numbers = max(
@@ -406,7 +401,7 @@ def _describe_varied(
         fields[2 * n :] = inputs.projection.fields, inputs.table.fields
         numbers[n, : 3 + len(inputs.norm)] = *inputs.factors, *inputs.norm
     which = np.arange(n, dtype=np.int64)
-    return (which, which, heads.reshape(-1), fields, np.zeros((0, 0, 4, 0), np.float32), norms, numbers), more
+    return PassVariants(which, which, _NOTHING, heads.reshape(-1), fields, np.zeros((0, 0, 4, 0), np.float32), norms, numbers, ()), more
 
 
 def _gather_taps(conv: np.ndarray, head: int, options: RecurrentOptions) -> np.ndarray:

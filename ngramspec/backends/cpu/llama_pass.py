@@ -7,6 +7,8 @@ and in a fixed order; which thread computes what changes no result. The module k
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import types
 from numba.experimental import structref
@@ -55,9 +57,65 @@ _F = np.float32
 # MIXER computes layers without keys and values of one size for every head: recurrent ones, and latent attention.
 QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM, MIXER, GATE_ROW, ATTEND, LAYER_END, UNPACK_INPUTS = range(12)
 FUNCTIONS = 12
-ATTENDED = 8  # place of attention's results, [T, H, D], among the buffers of a pass
 PARTS = 22  # Most parts of one layer's pass.
 PIECES = 64  # Most pieces that row-wise work is divided into.
+
+
+class PassWeights(NamedTuple):
+    """What the L layers of a decoder read."""
+
+    matrices: np.ndarray  # [7 · L + 2, MATRIX] int64: Q to DOWN of each layer, embedding, head
+    tables: np.ndarray  # [n, TABLE] int64: see `matmul.MatmulContext`
+    norms: np.ndarray  # [2 · L, H], or [0, H]: see `llama_layers.stack_norms`, as for the next two
+    head_norms: np.ndarray
+    post_norms: np.ndarray
+    last_norm: np.ndarray  # [H]
+    windows: np.ndarray  # [L] int64
+    rotary: np.ndarray  # [L] int64
+    form: np.ndarray  # `ModelOptions.form`
+    numbers: np.ndarray  # `ModelOptions.numbers`
+    functions: np.ndarray  # [FUNCTIONS] int64: addresses, from QUANTISE on
+    cos: np.ndarray  # [R, positions, D] of R rotary embeddings
+    sin: np.ndarray
+    query_scales: np.ndarray  # [positions], or [0]
+    experts: tuple[np.ndarray, ...]  # see `llama_layers.describe_experts`
+    sinks: np.ndarray  # [L, heads], or [0, heads]
+
+
+class PassBuffers(NamedTuple):
+    """What the parts of a pass of up to T rows write for later ones, float32 unless it says otherwise."""
+
+    x: np.ndarray  # [T, H]: hidden states
+    delta: np.ndarray  # [T, H and more]: what is added to them next
+    normed: np.ndarray  # [T, wide]
+    codes: np.ndarray  # of `normed` or `mixed`, with their activation scales: see `matmul.make_code_buffers`
+    act_scales: np.ndarray
+    qkv: np.ndarray  # [T, ..]: queries, keys and values, or the inputs of a recurrent layer
+    q: np.ndarray  # [T, heads, D]: rotated queries
+    mixed: np.ndarray  # [T, ..]: what the heads attend to, padded to a quant block
+    heads: np.ndarray  # [T, heads, D]: a view of `mixed`
+    both: np.ndarray  # [T, 2, ..]: outputs of gate and up
+    middle: np.ndarray  # [T, ..]: activation(gate) · up
+    middle_codes: np.ndarray
+    middle_act_scales: np.ndarray
+    pairs: moe.PairBuffers
+
+
+class PassVariants(NamedTuple):
+    """What layers read that differ from Llama's: recurrent ones, or Gemma 4's, which the second of two meanings is for.
+
+    Both have the same types, so that one compiled pass serves all models. `llama_forward` makes the arrays.
+    """
+
+    which: np.ndarray  # [L] int64: number among the layers that MIXER computes, or -1
+    kv_layers: np.ndarray  # [L] int64: number among the layers with keys and values, or -1
+    gates: np.ndarray  # [T, heads · D]: of queries; or tokens' inputs to layers, [T, L · P and a quant block]
+    options: np.ndarray  # options of recurrent layers; or HEAD_FIELDS of each layer's heads
+    matrices: np.ndarray  # [.., MATRIX] int64: those that are not among a layer's seven
+    conv: np.ndarray  # convolutions by groups of channels
+    rates: np.ndarray  # decays and their biases; or norms of a layer's end [L, NORMS, H]
+    norms: np.ndarray  # [R, V]; or factors of a layer's end [L + 1, ..]
+    states: tuple[np.ndarray, ...]  # of the pool
 
 
 @structref.register
@@ -66,10 +124,10 @@ class CompiledModelType(types.StructRef):
 
 
 class CompiledModel(structref.StructRefProxy):
-    """A decoder as compiled code sees it, with its KV pool and buffers, in one argument.
+    """A decoder as compiled code sees it, with its KV pool and buffers, in one argument: `PassWeights`, keys and values, `PassBuffers`,
+    `PassVariants`, and what latent attention reads.
 
-    Passing the dozens of arrays one by one would unpack each of them at every call. `variants` has what layers read that differ from
-    Llama's, recurrent ones or Gemma 4's (`llama_forward`); `latent` what latent attention reads.
+    Passing the dozens of arrays one by one would unpack each of them at every call.
     """
 
 
@@ -215,8 +273,9 @@ def run_experts(part, layer, shared):
     """Run the parts of a layer's mixture of experts, from `part` on. Their sum is added to what the layer's shared expert has made."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    _, tables, _, _, _, functions, _, _, experts, _ = model.weights
-    _, out, normed, codes, act_scales, _, _, _, _, _, _, _, _, pairs = model.work
+    tables, functions, experts = model.weights.tables, model.weights.functions, model.weights.experts
+    work = model.work
+    out, normed, codes, act_scales, pairs = work.delta, work.normed, work.codes, work.act_scales, work.pairs
     m, options, scale, correction = experts[0][layer], experts[1][layer], experts[2][layer], experts[3][layer]
     ids, codes, act_scales = pairs.ids[layer], codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH]
     inputs = locate_rows(normed, codes, act_scales)
@@ -330,21 +389,62 @@ def compute(leads, address, shared, team):
 
 
 @njit(cache=True, nogil=True)
+def _embed_rows(part, shared):
+    """Run the part that sets the hidden states to the tokens' embeddings."""
+    weights, x, p = shared.model.weights, shared.model.work.x, shared.current
+    state, ids, n_rows, unpack = p.state, p.input_ids, p.input_ids.shape[0], weights.functions[UNPACK]
+    table, scale, pieces = weights.matrices[weights.matrices.shape[0] - 2], weights.numbers[EMBEDDING_SCALE], min(n_rows, PIECES)
+    i = take_piece(state, part)
+    while i < pieces:
+        panel = np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            embed_token(unpack, table, ids[r], scale, panel, x[r])
+        i = take_next_piece(state, part)
+    wait_for_pieces(state, part, pieces)
+
+
+@njit(cache=True, nogil=True)
+def _run_last_parts(part, thread, shared):
+    """Run the last norm of the rows whose logits or states are wanted, then the head."""
+    weights, work, p = shared.model.weights, shared.model.work, shared.current
+    state, n_threads, wanted, states, last = p.state, p.tokens.shape[0], p.wanted, p.states, p.last
+    x, delta, normed, functions, numbers = work.x, work.delta, work.normed, weights.functions, weights.numbers
+    codes, act_scales = work.codes[:, :, : normed.shape[1]], work.act_scales[:, :, : normed.shape[1] // DEPTH]
+    hidden, n_wanted, total = x.shape[1], wanted.shape[0], wanted.shape[0] + states.shape[0]
+    i = take_piece(state, part)
+    while i < total:
+        row = np.empty(hidden, np.float32)
+        r = wanted[i] if i < n_wanted else i - n_wanted
+        add_row(x[r], delta[r], weights.post_norms, 2 * last - 1, numbers, row)
+        _norm_row(functions, row, weights.last_norm, numbers[EPS], normed[i, :hidden] if i < n_wanted else states[r])
+        if i < n_wanted:
+            quantise_row(functions[QUANTISE], normed[i], codes[i], act_scales[i])
+        i = take_next_piece(state, part)
+    wait_for_pieces(state, part, total)
+    if n_wanted:
+        head, results = (
+            weights.matrices[weights.matrices.shape[0] - 1],
+            (p.logits, states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy),
+        )
+        inputs = locate_rows(normed, codes, act_scales)
+        _run_head_part(state, part + 1, (thread, n_threads), head, weights.tables, numbers, n_wanted, inputs, results)
+
+
+@njit(cache=True, nogil=True)
 def run_thread(thread, shared):
     """Run one thread's share of the pass that is open; no reference to its arrays is left afterwards."""
     model, p = shared.model, shared.current
-    state, threads, first, last, states = p.state, p.tokens.shape[0], p.first, p.last, p.states
-    input_ids, wanted, items, block_tables = p.input_ids, p.wanted, p.items, p.tables
+    state, threads, first, last = p.state, p.tokens.shape[0], p.first, p.last
+    items, block_tables = p.items, p.tables
     positions, bases, paths, blocks, offsets = p.positions, p.bases, p.paths, p.blocks, p.offsets
-    results = p.logits, states, p.vocab_size, p.tokens, p.values, p.fine, p.greedy
-    matrices, tables, all_norms, (windows, rotary, form), numbers, functions, (cos, sin), scales, experts, sinks = model.weights
-    norms, head_norms, post_norms, last_norm = all_norms
+    (
+        matrices, tables, norms, head_norms, post_norms, _, windows, rotary, form, numbers, functions, cos, sin, scales, experts, sinks,
+    ) = model.weights  # fmt: skip
     all_keys, all_values = model.pool
-    recurrent, kv_layers = model.variants[0], model.variants[1]
+    recurrent, kv_layers = model.variants.which, model.variants.kv_layers
     x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
-    n_rows, n_kv, n_heads, head_dim = input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
-    hidden, eps = x.shape[1], numbers[EPS]
-    quantise, activate, unpack = functions[QUANTISE], functions[ACTIVATE], functions[UNPACK]
+    n_rows, n_kv, n_heads, head_dim = p.input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
+    eps, quantise, activate = numbers[EPS], functions[QUANTISE], functions[ACTIVATE]
     pieces = min(n_rows, PIECES)
     codes_wide, codes_mixed = codes[:, :, : normed.shape[1]], codes[:, :, : mixed.shape[1]]
     act_scales_wide, act_scales_mixed = act_scales[:, :, : normed.shape[1] // DEPTH], act_scales[:, :, : mixed.shape[1] // DEPTH]
@@ -354,14 +454,7 @@ def run_thread(thread, shared):
     mlp_buffers = both, middle, middle_codes, middle_act_scales
     part = 0
     if p.embed:
-        table = matrices[matrices.shape[0] - 2]
-        i = take_piece(state, part)
-        while i < pieces:
-            panel = np.empty((table[BLOCKS] * DEPTH, WIDTH), np.float32)
-            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                embed_token(unpack, table, input_ids[r], numbers[EMBEDDING_SCALE], panel, x[r])
-            i = take_next_piece(state, part)
-        wait_for_pieces(state, part, pieces)
+        _embed_rows(part, shared)
         part += 1
     one, three = np.zeros(1, np.int64), np.zeros(3, np.int64)
     no_sinks = np.empty(0, np.float32)
@@ -442,17 +535,4 @@ def run_thread(thread, shared):
         elif has_experts:
             call_compiled(functions[EXPERTS], (part + 14, layer, shared))
         part += PARTS
-    n_wanted, n_kept = wanted.shape[0], states.shape[0]
-    i = take_piece(state, part)
-    while i < n_wanted + n_kept:
-        row = np.empty(hidden, np.float32)
-        r = wanted[i] if i < n_wanted else i - n_wanted
-        add_row(x[r], delta[r], post_norms, 2 * last - 1, numbers, row)
-        _norm_row(functions, row, last_norm, eps, normed[i, :hidden] if i < n_wanted else states[r])
-        if i < n_wanted:
-            quantise_row(quantise, normed[i], codes_wide[i], act_scales_wide[i])
-        i = take_next_piece(state, part)
-    wait_for_pieces(state, part, n_wanted + n_kept)
-    if n_wanted:
-        head = matrices[matrices.shape[0] - 1]
-        _run_head_part(state, part + 1, (thread, threads), head, tables, numbers, n_wanted, wide_rows, results)
+    _run_last_parts(part, thread, shared)

@@ -66,9 +66,9 @@ def _take_gates(x, n_heads, head_dim, gates):
 @njit(cache=True, nogil=True)
 def gate_row(r, layer, shared):
     """Multiply what row r's heads have attended to by their gates; nothing to do in recurrent layers."""
-    if shared.model.variants[0][layer] >= 0:
+    if shared.model.variants.which[layer] >= 0:
         return
-    row, gates = shared.model.work[7][r], shared.model.variants[2][r]
+    row, gates = shared.model.work.mixed[r], shared.model.variants.gates[r]
     for j in range(gates.shape[0]):
         row[j] *= gates[j]
 
@@ -83,14 +83,16 @@ def _centre_heads(x, head_dim, weight, eps):
 @njit(cache=True, nogil=True)
 def turn_heads(r, layer, shared):
     """Norm and rotate queries and keys of row r in place, in the form and order that the model's options say."""
-    model = shared.model
-    matrices, _, (_, head_norms, _, _), (_, rotary, form), numbers, _, (cos, sin), _, _, _ = model.weights
-    row, n_heads, head_dim = model.work[5][r], model.work[6].shape[1], model.work[6].shape[2]
+    model, weights = shared.model, shared.model.weights
+    head_norms, rotary, form, numbers, cos, sin = (
+        weights.head_norms, weights.rotary, weights.form, weights.numbers, weights.cos, weights.sin,
+    )  # fmt: skip
+    row, n_heads, head_dim = model.work.qkv[r], model.work.q.shape[1], model.work.q.shape[2]
     at, which = shared.current.positions[r], rotary[layer]
     if form[GATED]:
-        _take_gates(row, n_heads, head_dim, model.variants[2][r])
+        _take_gates(row, n_heads, head_dim, model.variants.gates[r])
     for i in range(2):
-        first = i * matrices[7 * layer + Q, PANELS] * WIDTH
+        first = i * weights.matrices[7 * layer + Q, PANELS] * WIDTH
         heads = row[first : first + (model.pool[0].shape[2] if i else n_heads) * head_dim]
         if form[CENTRED_HEADS]:
             _centre_heads(heads, head_dim, head_norms[2 * layer + i], numbers[EPS])

@@ -106,9 +106,10 @@ def run_mamba2(part, layer, shared):
     """Run the parts of a layer's recurrence, from `part` on: from the normed rows to the heads' outputs."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    m, tables = model.weights[0][7 * layer : 7 * layer + 3], model.weights[1]
-    which, _, _, options, _, conv, rates, _, states = model.variants
-    normed, codes, act_scales, inputs, mixed = model.work[2], model.work[3], model.work[4], model.work[5], model.work[7]
+    m, tables, variants = model.weights.matrices[7 * layer : 7 * layer + 3], model.weights.tables, model.variants
+    which, options, conv, rates, states = variants.which, variants.options, variants.conv, variants.rates, variants.states
+    work = model.work
+    normed, codes, act_scales, inputs, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.mixed
     i_layer, n_pieces, columns = which[layer], conv.shape[1], np.zeros(3, np.int64)
     for i in range(2):
         columns[i + 1] = columns[i] + m[i, PANELS] * WIDTH
@@ -131,10 +132,10 @@ def run_mamba2(part, layer, shared):
 def norm_gated_row(r, layer, shared):
     """Multiply the heads' outputs of row r by silu(z), and norm them in groups; nothing to do in layers with attention."""
     model = shared.model
-    which, options, norms = model.variants[0], model.variants[3], model.variants[7]
+    which, options, norms = model.variants.which, model.variants.options, model.variants.norms
     if which[layer] < 0:
         return
-    z, row, norm, eps = model.work[5][r], model.work[7][r], norms[which[layer]], model.weights[4][EPS]
+    z, row, norm, eps = model.work.qkv[r], model.work.mixed[r], norms[which[layer]], model.weights.numbers[EPS]
     n = options[N_HEADS] * options[HEAD_DIM] // options[N_GROUPS]
     for first in range(0, n * options[N_GROUPS], n):
         x = row[first : first + n]

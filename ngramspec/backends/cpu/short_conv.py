@@ -47,9 +47,10 @@ def run_short_conv(part, layer, shared):
     """Run the parts of a layer's convolution, from `part` on: from the normed rows to what its last matrix multiplies."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    m, tables = model.weights[0][7 * layer : 7 * layer + 3], model.weights[1]
-    which, _, _, _, _, conv, _, _, states = model.variants
-    normed, codes, act_scales, inputs, mixed = model.work[2], model.work[3], model.work[4], model.work[5], model.work[7]
+    m, tables = model.weights.matrices[7 * layer : 7 * layer + 3], model.weights.tables
+    which, conv, states = model.variants.which, model.variants.conv, model.variants.states
+    work = model.work
+    normed, codes, act_scales, inputs, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.mixed
     i_layer, n_groups, columns = which[layer], conv.shape[1], np.zeros(3, np.int64)
     for i in range(2):
         columns[i + 1] = columns[i] + m[i, PANELS] * WIDTH

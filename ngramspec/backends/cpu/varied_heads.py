@@ -25,7 +25,6 @@ from ngramspec.sampling.numeric import fma
 # last layer.
 N_KV, HEAD_DIM, N_PROJECTIONS, N_PAIRS, KEYS_AT = range(5)
 HEAD_FIELDS = 5
-OF_HEADS = 3  # where they lie in the model's arrays of layers that are not Llama's (`llama_forward._describe_varied`)
 
 
 @njit(cache=True, nogil=True)
@@ -51,16 +50,18 @@ def run_varied_attention(part, layer, shared):
     """Run the parts of a layer's attention, from `part` on: from the normed rows to what its heads attend to, in place of the queries."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads, positions = p.state, p.input_ids.shape[0], p.tokens.shape[0], p.positions
-    matrices, tables, (_, head_norms, _, _), (windows, rotary, _), numbers, functions, (cos, sin), _, _, _ = model.weights
-    fields = model.variants[OF_HEADS].reshape(-1, HEAD_FIELDS)
+    weights, work = model.weights, model.work
+    matrices, tables, head_norms, windows, rotary = weights.matrices, weights.tables, weights.head_norms, weights.windows, weights.rotary
+    numbers, functions, cos, sin = weights.numbers, weights.functions, weights.cos, weights.sin
+    fields = model.variants.options.reshape(-1, HEAD_FIELDS)
     n_kv, n_dim, n_projections, n_pairs = fields[layer, N_KV], fields[layer, HEAD_DIM], fields[layer, N_PROJECTIONS], fields[layer, N_PAIRS]
     all_keys, all_values = model.pool
     n_blocks = all_keys.size // fields[fields.shape[0] - 1, KEYS_AT]
     first, n = n_blocks * fields[layer, KEYS_AT], n_blocks * n_kv * n_dim * BLOCK
     keys = all_keys.reshape(-1)[first : first + n].reshape(n_blocks, n_kv, n_dim, BLOCK)
     values = all_values.reshape(-1)[first : first + n].reshape(n_blocks, n_kv, BLOCK, n_dim)
-    normed, codes, act_scales, qkv = model.work[2], model.work[3], model.work[4], model.work[5]
-    q = _view_heads(model.work[6], n_rows, n_dim)
+    normed, codes, act_scales, qkv = work.normed, work.codes, work.act_scales, work.qkv
+    q = _view_heads(work.q, n_rows, n_dim)
     n_heads, eps = q.shape[1], numbers[EPS]
     columns = np.zeros(3, np.int64)
     columns[1] = matrices[7 * layer + Q, PANELS] * WIDTH
@@ -102,8 +103,8 @@ def run_varied_attention(part, layer, shared):
 @njit(cache=True, nogil=True)
 def copy_heads_row(r, layer, shared):
     """Copy what the heads of row r have attended to from the place of the queries to that of their outputs."""
-    model = shared.model
-    row, attended = model.work[7][r], _view_heads(model.work[6], r + 1, model.variants[OF_HEADS][layer * HEAD_FIELDS + HEAD_DIM])
+    work, heads = shared.model.work, shared.model.variants.options
+    row, attended = work.mixed[r], _view_heads(work.q, r + 1, heads[layer * HEAD_FIELDS + HEAD_DIM])
     n_heads, n_dim = attended.shape[1], attended.shape[2]
     for h in range(n_heads):
         for d in range(n_dim):
