@@ -49,25 +49,27 @@ from ngramspec.backends.cpu.llama_pass import (
     QUANTISE,
     UNPACK,
     UNPACK_INPUTS,
-    CompiledModel,
-    CompiledPass,
-    PassBuffers,
-    PassVariants,
-    PassWeights,
-    SharedPass,
     compute,
-    fill_pass,
-    make_compiled_model,
-    make_compiled_pass,
-    make_shared_pass,
-    publish_pass,
-    release_logits,
     run_experts,
     run_thread,
 )
 from ngramspec.backends.cpu.llama_variants import gate_row, layer_norm_row, turn_heads
 from ngramspec.backends.cpu.mamba2 import gather_channels, norm_gated_row, run_mamba2
 from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix, make_code_buffers
+from ngramspec.backends.cpu.pass_structs import (
+    CompiledModel,
+    CompiledPass,
+    PassBuffers,
+    PassVariants,
+    PassWeights,
+    SharedPass,
+    fill_pass,
+    make_compiled_model,
+    make_compiled_pass,
+    make_shared_pass,
+    publish_pass,
+    release_logits,
+)
 from ngramspec.backends.cpu.short_conv import run_short_conv
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.threads import make_counters

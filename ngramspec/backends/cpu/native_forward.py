@@ -6,7 +6,7 @@ import numpy as np
 
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
-from ngramspec.backends.cpu.llama_pass import CompiledModel
+from ngramspec.backends.cpu.pass_structs import CompiledModel
 
 
 class NativeLlamaForward:
