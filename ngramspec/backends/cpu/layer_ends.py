@@ -91,13 +91,8 @@ def _run_experts(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
     weights, work = model.weights, model.work
-    tables, post_norms, numbers, functions, experts = (
-        weights.tables,
-        weights.post_norms,
-        weights.numbers,
-        weights.functions,
-        weights.experts,
-    )
+    tables, post_norms, experts = weights.tables, weights.post_norms, weights.experts
+    numbers, functions = weights.numbers, weights.functions
     all_norms, of_layers = model.variants.rates, model.variants.norms
     x, delta, normed, codes, act_scales, summed = work.x, work.delta, work.normed, work.codes, work.act_scales, work.qkv
     pairs = work.pairs
@@ -145,13 +140,8 @@ def run_layer_end(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
     weights, work, variants = model.weights, model.work, model.variants
-    tables, post_norms, numbers, functions, experts = (
-        weights.tables,
-        weights.post_norms,
-        weights.numbers,
-        weights.functions,
-        weights.experts,
-    )
+    tables, post_norms, experts = weights.tables, weights.post_norms, weights.experts
+    numbers, functions = weights.numbers, weights.functions
     inputs, matrices, norms, of_layers = variants.gates, variants.matrices, variants.rates, variants.norms
     if experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0:
         _run_experts(part, layer, shared)
