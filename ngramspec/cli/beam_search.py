@@ -14,7 +14,7 @@ from ngramspec.config import EngineConfig
 
 @with_options("beam", engine_settings=EngineConfig)
 def beam(
-    engine_settings: dict[str, Any],
+    *,
     prompt: Prompt = None,
     file: PromptFile = None,
     model: Model = "smollm2",
@@ -26,6 +26,7 @@ def beam(
     early_stopping: Annotated[bool, option(SEARCH, "End as soon as that many texts have ended.", "--early-stopping")] = False,
     as_json: Annotated[bool, option(OUTPUT, "Print one JSON document instead of the texts.", "--json")] = False,
     quiet: Annotated[bool, option(OUTPUT, "No progress.", "--quiet", "-q")] = False,
+    engine_settings: dict[str, Any],
 ) -> None:
     """Find the likeliest completions of a text by beam search, with drafts: the same ones, in fewer passes."""
     text = common.read_prompt(prompt, file)

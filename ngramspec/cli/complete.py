@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from ngramspec.outputs import Completion, Delta, Stats
 
 
-@with_options("complete", sampling=SamplingParams, engine_settings=EngineConfig)
+@with_options("complete", sampling=SamplingParams, drafters=drafts.DrafterOptions, engine_settings=EngineConfig)
 def complete(
-    sampling: dict[str, Any],
-    engine_settings: dict[str, Any],
+    *,
     prompt: Prompt = None,
     file: PromptFile = None,
     chat: Annotated[
@@ -47,13 +46,12 @@ def complete(
     datastore: Annotated[
         list[Path] | None, option(SPECULATION, "Draft from this datastore too; may be given several times.", "--datastore", "-d")
     ] = None,
-    draft_model: drafts.DraftModel = None,
-    draft_layers: drafts.DraftLayers = None,
-    drafter: drafts.Drafters = None,
-    alone: drafts.Alone = False,
+    drafters: drafts.DrafterOptions,
     prediction: Annotated[Path | None, option(SPECULATION, "A file with the text that is expected, such as the unedited one.")] = None,
     as_json: Annotated[bool, option(OUTPUT, "Print one JSON document instead of the text.", "--json")] = False,
     quiet: Annotated[bool, option(OUTPUT, "No progress and no statistics.", "--quiet", "-q")] = False,
+    sampling: dict[str, Any],
+    engine_settings: dict[str, Any],
 ) -> None:
     """Complete a text, and say how much sooner it came.
 
@@ -77,7 +75,7 @@ def complete(
     text = common.read_prompt(prompt, file)
     expected = common.read_file(prediction, "the prediction") if prediction is not None else None
     params = SamplingParams(**sampling, grammar=forms.make_grammar(grammar, json_schema))
-    sources = drafts.draft_settings(draft_model, draft_layers, drafter, alone)
+    sources = drafts.draft_settings(**drafters)
     stores = [common.open_store(folder) for folder in datastore or ()]
 
     from ngramspec.cli import screen

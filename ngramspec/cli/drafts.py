@@ -5,30 +5,41 @@ What is given becomes settings that `common.open_engine` understands. Knows no d
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 from ngramspec.cli.common import BadInputError, option
 from ngramspec.cli.flags import SPECULATION
 
-DraftModel = Annotated[
-    str | None,
-    option(
-        SPECULATION, "Draft with this model too, a smaller one with the same vocabulary; named as --model is.", "--draft-model", metavar="M"
-    ),
-]
-DraftLayers = Annotated[
-    int | None, option(SPECULATION, "Draft with the first L layers of the model itself, too.", "--draft-layers", metavar="L", min=1)
-]
-Drafters = Annotated[
-    list[str] | None,
-    option(SPECULATION, "Draft with this one too; an unknown name lists them. May be repeated.", "--drafter", metavar="NAME[:ARG]"),
-]
-Alone = Annotated[bool, option(SPECULATION, "The one drafter that is given drafts alone, as much as it likes.", "--alone")]
+
+class DrafterOptions(TypedDict, total=False):
+    """Options that name drafters; those that were given."""
+
+    draft_model: Annotated[
+        str,
+        option(
+            SPECULATION,
+            "Draft with this model too, a smaller one with the same vocabulary; named as --model is.",
+            "--draft-model",
+            metavar="M",
+        ),
+    ]
+    draft_layers: Annotated[
+        int, option(SPECULATION, "Draft with the first L layers of the model itself, too.", "--draft-layers", metavar="L", min=1)
+    ]
+    drafter: Annotated[
+        list[str],
+        option(SPECULATION, "Draft with this one too; an unknown name lists them. May be repeated.", "--drafter", metavar="NAME[:ARG]"),
+    ]
+    alone: Annotated[bool, option(SPECULATION, "The one drafter that is given drafts alone, as much as it likes.", "--alone")]
 
 
-def draft_settings(model: str | None, layers: int | None, drafters: list[str] | None, alone: bool) -> dict[str, Any]:
-    """Settings for `common.open_engine`, of what was given. Raises BadInputError."""
-    named = [*([f"model:{model}"] if model is not None else []), *([f"layers:{layers}"] if layers is not None else []), *(drafters or [])]
-    if alone and len(named) != 1:
+def draft_settings(**given: Unpack[DrafterOptions]) -> dict[str, Any]:
+    """Return settings for `common.open_engine`. Raises BadInputError."""
+    named = [f"model:{given['draft_model']}"] if "draft_model" in given else []
+    named += [f"layers:{given['draft_layers']}"] if "draft_layers" in given else []
+    named += given.get("drafter", [])
+    if "alone" not in given:
+        return {"drafters": named} if named else {}
+    if len(named) != 1:
         raise BadInputError(f"--alone: give one of --draft-model, --draft-layers and --drafter, got {len(named)}")
-    return ({"drafters": named} if named else {}) | ({"alone": True} if alone else {})
+    return {"drafters": named, "alone": True}

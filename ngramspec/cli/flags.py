@@ -1,7 +1,7 @@
 """Options of commands that a table of settings declares, and those that all commands with a model have.
 
-Dataclasses of settings (see `options`) enter, a command with an option for each of their fields leaves; what a user gave is checked
-against them. Knows no setting in particular.
+Tables of settings enter, a command with an option for each of their fields leaves; what a user gave is checked against them. Knows no
+setting in particular.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints, is_typeddict
 
 import typer
 
@@ -32,28 +32,40 @@ Model = Annotated[str, option(ENGINE, MODEL_HELP, "--model", "-m")]
 
 
 def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of tables of settings, which are dataclasses.
+    """Give a command the options of tables of settings, which are dataclasses (see `options`), or TypedDicts of typer's options.
 
     Each of `tables` stands for a parameter of the decorated function, which is called with a dict of values by field for it: of what was
-    given, and of every switch. A value out of bounds is a BadInputError that names its option, or an InvalidInputError of the table.
+    given and, of a dataclass, of every switch. `--help` shows its options at the parameter's place. A value that a dataclass's field does
+    not accept is a BadInputError that names its option, or an InvalidInputError of the dataclass.
     """
     options = {
         name: [each for each in options_of(table).values() if each.flags is not None and (not each.only or command in each.only)]
         for name, table in tables.items()
+        if not is_typeddict(table)
     }
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(function, eval_str=True).parameters
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in own.items() if name not in tables]
-        parameters += [_parameter(each) for several in options.values() for each in several]
+        parameters: list[inspect.Parameter] = []
+        for name, own in inspect.signature(function, eval_str=True).parameters.items():
+            if name in options:
+                parameters += map(_parameter, options[name])
+            elif name in tables:
+                parameters += _typed_parameters(tables[name])
+            else:
+                parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         parameters = [context, *sorted(parameters, key=_rank)]
 
         @functools.wraps(function)
         def run(context: typer.Context, **values: Any) -> None:
-            given = {name: _given(options[name], values, context) for name in tables}
+            given: dict[str, dict[str, Any]] = {}
             for name, table in tables.items():
-                table(**given[name])  # checks what depends on several values
+                if name in options:
+                    given[name] = _given(options[name], values, context)
+                    table(**given[name])  # checks what depends on several values
+                else:
+                    typed = {field: values.pop(field) for field in table.__annotations__}
+                    given[name] = {field: value for field, value in typed.items() if value is not None}
             function(**values, **given)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -61,6 +73,16 @@ def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., Non
         return run
 
     return decorate
+
+
+def _typed_parameters(table: type) -> list[inspect.Parameter]:
+    """Return a TypedDict's fields as parameters that are None if they are not given."""
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[declared.__origin__ | None, *declared.__metadata__]
+        )
+        for name, declared in get_type_hints(table, include_extras=True).items()
+    ]
 
 
 def _flags(each: Option) -> tuple[str, ...]:

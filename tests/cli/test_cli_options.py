@@ -73,11 +73,11 @@ def test_the_commands_have_the_same_options_on_drafts(monkeypatch: pytest.Monkey
     of = {name: {each.name: each.opts for each in parameters(name)} for name in ("complete", "serve")}
     for name in ("draft_model", "draft_layers", "drafter", "alone", "acceptance", "lenience"):
         assert of["complete"][name] == of["serve"][name]
-    assert draft_settings(None, None, None, False) == {}
-    assert draft_settings("m", 3, ["x"], False) == {"drafters": ["model:m", "layers:3", "x"]}
-    assert draft_settings(None, 3, None, True) == {"drafters": ["layers:3"], "alone": True}
+    assert draft_settings() == {}
+    assert draft_settings(draft_model="m", draft_layers=3, drafter=["x"]) == {"drafters": ["model:m", "layers:3", "x"]}
+    assert draft_settings(draft_layers=3, alone=True) == {"drafters": ["layers:3"], "alone": True}
     with pytest.raises(BadInputError, match="got 2"):
-        draft_settings("m", 3, None, True)
+        draft_settings(draft_model="m", draft_layers=3, alone=True)
     opened: list[dict[str, Any]] = []
 
     def open_engine(model: str, **settings: Any) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from ngramspec.cli.common import BadInputError
-from ngramspec.cli.serve import parse_object, parse_sampling
+from ngramspec.cli.serve_options import parse_object, parse_sampling
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError
 from ngramspec.server.app import create_app
@@ -117,10 +117,10 @@ def test_variables_of_the_template(engine: Engine) -> None:
             client(engine, ServerSettings(chat_template_kwargs={"messages": []}))
     finally:
         engine.tokenizer.chat_template = before
-    assert parse_object('{"a": 1}', "it") == {"a": 1}
+    assert parse_object('{"a": 1}') == {"a": 1}
     for wrong in ("[1]", "{", "[" * 100_000):
         with pytest.raises(BadInputError):
-            parse_object(wrong, "it")
+            parse_object(wrong)
 
 
 def test_any_page_may_ask_without_credentials(engine: Engine) -> None:
