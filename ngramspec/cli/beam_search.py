@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from ngramspec.cli import common
 from ngramspec.cli.common import BadInputError, option
+from ngramspec.cli.environment import add_environment
 from ngramspec.cli.flags import OUTPUT, SEARCH, Model, Prompt, PromptFile, with_options
 from ngramspec.config import EngineConfig
 
@@ -29,6 +30,7 @@ def beam(
     engine_settings: dict[str, Any],
 ) -> None:
     """Find the likeliest completions of a text by beam search, with drafts: the same ones, in fewer passes."""
+    add_environment(engine_settings, "beam")
     text = common.read_prompt(prompt, file)
 
     from ngramspec.cli import screen

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ngramspec.cli import common, drafts, forms
 from ngramspec.cli.common import BadInputError, option
+from ngramspec.cli.environment import add_environment
 from ngramspec.cli.flags import OUTPUT, PROMPT, SAMPLING, SPECULATION, Model, Prompt, PromptFile, with_options
 from ngramspec.config import EngineConfig
 from ngramspec.errors import UnsupportedModelError
@@ -69,6 +70,7 @@ def complete(
 
       ngramspec complete --chat "A small animal" --json-schema animal.json
     """
+    add_environment(engine_settings, "complete")
     if chat and suffix is not None:
         raise BadInputError("give either --chat or --suffix, not both")
     common.check_text(suffix, "--suffix")

@@ -1,15 +1,17 @@
-"""Settings of the engine from `NGRAMSPEC_…` variables, for `ngramspec serve`; a variable that is no setting is refused.
+"""Settings of the engine from `NGRAMSPEC_…` variables, for every command that makes one; a variable that is no setting is refused.
 
 The environment enters, values by field leave; the server's own settings are read by `ServerSettings`. Options go before variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from ngramspec.cli.common import BadInputError, parse_size
+from ngramspec.config import EngineConfig
 from ngramspec.errors import InvalidInputError
 from ngramspec.options import Flag, Integer, Number, Option, options_of
 
@@ -19,6 +21,18 @@ OTHERS = frozenset(
     {"MODEL", "DATASTORES", "REPOS", "CACHE", "UNTESTED_HOSTS", "TEST_MODELS", "VLLM", "HF_REPO", "API_KEY"}
 )  # the last: Zed's
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def add_environment(given: dict[str, Any], command: str) -> None:
+    """Add the engine's settings that variables give and no option does, as far as the command has them.
+
+    `given`: the values of options by setting, switches always. Raises BadInputError, also for a variable that is no setting of any command.
+    """
+    check_names(os.environ)
+    for name, value in read_environment(EngineConfig, os.environ).items():
+        setting = options_of(EngineConfig)[name]
+        if (not setting.only or command in setting.only) and given.get(name, setting.default) == setting.default:
+            given[name] = value
 
 
 def read_environment(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -37,18 +51,25 @@ def read_environment(settings: type, environment: Mapping[str, str]) -> dict[str
     return found
 
 
-def check_names(environment: Mapping[str, str], known: Collection[str]) -> None:
-    """Raise BadInputError for a variable that begins as ours do and is none of `known`, which are names of settings."""
-    names = {name.upper() for name in known} | OTHERS
-    for variable in sorted(environment):
-        name = variable.removeprefix(PREFIX)
-        if name == variable or name.split("__")[0] in names:
+def check_names(environment: Mapping[str, str]) -> None:
+    """Raise BadInputError for a variable that begins as ours do and is no setting of the engine or the server."""
+    names = {name.upper() for name in options_of(EngineConfig)} | OTHERS
+    given = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX))
+    if not (unknown := [name for name in given if name not in names]):
+        return
+    try:
+        from ngramspec.server.settings import ServerSettings  # takes time, which few need
+    except ModuleNotFoundError:  # installed without the server, whose settings its variables may be
+        return
+    names |= {name.upper() for name in ServerSettings.model_fields}
+    for name in unknown:
+        if name.split("__")[0] in names:
             continue
         near = get_close_matches(name, names, 1)
         hint = f"; {PREFIX}{near[0]} is one" if near else ""
-        if variable.endswith(("_HOST", "_TCP", "_ADDR", "_PROTO")) or "_PORT_" in variable or "_SERVICE_" in variable:
+        if name.endswith(("_HOST", "_TCP", "_ADDR", "_PROTO")) or "PORT_" in name or "SERVICE_" in name:
             hint = "; Kubernetes sets it for a service called ngramspec: say `enableServiceLinks: false` in the pod"
-        raise BadInputError(f"{variable} is no setting{hint}. docs/settings.md lists them")
+        raise BadInputError(f"{PREFIX}{name} is no setting{hint}. docs/settings.md lists them")
 
 
 def _parse(option: Option, variable: str, text: str) -> Any:

@@ -28,7 +28,7 @@ _SIZE = "SIZE"
 Prompt = Annotated[str | None, typer.Argument(help="Text to complete; - reads it from standard input, as does a pipe.")]
 PromptFile = Annotated[Path | None, option(PROMPT, "Take the prompt from this file.", "--file", "-f")]
 MODEL_HELP = "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2; random:SHAPE to measure."
-Model = Annotated[str, option(ENGINE, MODEL_HELP, "--model", "-m")]
+Model = Annotated[str, option(ENGINE, MODEL_HELP, "--model", "-m", envvar="NGRAMSPEC_MODEL")]
 
 
 def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ngramspec.cli import common, drafts
 from ngramspec.cli.common import BadInputError, check_text, option
-from ngramspec.cli.environment import check_names, read_environment
+from ngramspec.cli.environment import add_environment
 from ngramspec.cli.flags import ENGINE, MODEL_HELP, SPECULATION, with_options
 from ngramspec.cli.hub_file import fetch_file
 from ngramspec.cli.serve_options import ServerOptions
 from ngramspec.config import EngineConfig
-from ngramspec.options import options_of
 
 if TYPE_CHECKING:
     from ngramspec.engine.llm_engine import Engine
@@ -97,7 +96,7 @@ def serve(
       ngramspec serve --host 0.0.0.0 --api-key-file keys.json --log-format json
     """
     settings = _make_settings(server_settings)
-    _add_environment(engine_settings, type(settings))
+    add_environment(engine_settings, "serve")
     tenants = {key.name for key in settings.api_keys}
     engine_settings["recycle"] &= share_candidates or len(tenants) < 2
     engine = engine_settings | drafts.draft_settings(**drafters)
@@ -112,14 +111,6 @@ def serve(
         model = str(fetch_file(hf_repo))
     trees = parse_workspaces(repo or (), engine["datastore"])
     _run_server(model, engine, settings, trees, with_installed, max_repo_files)
-
-
-def _add_environment(given: dict[str, Any], server: type[ServerSettings]) -> None:
-    """Add the engine's settings that variables give and no option does. Raises BadInputError, also for a variable that is no setting."""
-    check_names(os.environ, [*options_of(EngineConfig), *server.model_fields])
-    for name, value in read_environment(EngineConfig, os.environ).items():
-        if given.get(name, options_of(EngineConfig)[name].default) == options_of(EngineConfig)[name].default:
-            given[name] = value
 
 
 def _make_settings(given: Mapping[str, Any]) -> ServerSettings:

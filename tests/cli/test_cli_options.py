@@ -100,6 +100,21 @@ def test_precision_is_handed_on(engine: type[PlaybackEngine], monkeypatch: pytes
     assert "int8" in told
 
 
+def test_variables_set_what_no_option_does(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"THREADS": "3", "SPEC_ROWS": "9", "RECYCLE": "off", "MAX_SEQS": "5", "PORT": "80", "LIMITS__DEPTH": "9"}.items():
+        monkeypatch.setenv(f"NGRAMSPEC_{name}", value)
+    assert run(monkeypatch, "complete", "x", "--spec-rows", 7, "-q") == 0
+    assert {"threads": 3, "spec_rows": 7, "recycle": False}.items() <= engine.made.items()
+    assert "max_seqs" not in engine.made, "`complete` has no such option"
+    for command in ("complete", "beam", "serve"):
+        monkeypatch.setenv("NGRAMSPEC_THREAD", "3")
+        assert run(monkeypatch, command, *(["x", "-q"] if command != "serve" else [])) == 2
+        assert "NGRAMSPEC_THREAD is no setting; NGRAMSPEC_THREADS is one" in capsys.readouterr().err
+        monkeypatch.delenv("NGRAMSPEC_THREAD")
+
+
 @pytest.fixture
 def more_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`SamplingParams` and `EngineConfig` with one setting more, and `complete` made of them."""

@@ -16,9 +16,6 @@ from ngramspec.config import EngineConfig
 from ngramspec.errors import ModelNotFoundError
 from ngramspec.models import hub
 from ngramspec.options import Flag, Integer, Number, options_of
-from ngramspec.server.settings import ServerSettings
-
-KNOWN = [*options_of(EngineConfig), *ServerSettings.model_fields]
 
 
 def test_every_setting_of_the_engine_has_a_variable() -> None:
@@ -39,12 +36,12 @@ def test_a_wrong_value_names_its_variable(variable: str, value: str) -> None:
 
 
 def test_an_unknown_variable_is_refused() -> None:
-    check_names({"NGRAMSPEC_THREADS": "1", "NGRAMSPEC_LIMITS__BODY_BYTES": "1", "NGRAMSPEC_MODEL": "m", "HOME": "/"}, KNOWN)
-    check_names({"NGRAMSPEC_API_KEY": "of a client, Zed's"}, KNOWN)
+    check_names({"NGRAMSPEC_THREADS": "1", "NGRAMSPEC_LIMITS__BODY_BYTES": "1", "NGRAMSPEC_MODEL": "m", "HOME": "/"})
+    check_names({"NGRAMSPEC_API_KEY": "of a client, Zed's"})
     with pytest.raises(BadInputError, match="NGRAMSPEC_THREADS is one"):
-        check_names({"NGRAMSPEC_THREAD": "1"}, KNOWN)
+        check_names({"NGRAMSPEC_THREAD": "1"})
     with pytest.raises(BadInputError, match="enableServiceLinks"):
-        check_names({"NGRAMSPEC_SERVICE_HOST": "10.0.0.1"}, KNOWN)
+        check_names({"NGRAMSPEC_SERVICE_HOST": "10.0.0.1"})
 
 
 FILES = [
