@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # whoever binds a model has imported them; a runner that need
 
 log = logging.getLogger(__name__)
 
+SINGLES = 4  # last tokens of the self-test's prompt that are computed one by one, as its tree's nodes are: a pass each
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # row counts at which the cost of a pass is measured
 
 
@@ -248,11 +249,11 @@ class Runner(ABC):
         return UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
 
     def self_test(self) -> bool:
-        """Whether the logits of a prompt in chunks, a chain and a tree are bitwise those of the same tokens one by one."""
+        """Whether logits of a prompt in chunks, a chain and a tree are bitwise those of the same tokens in other chunks and one by one."""
         return self.rows_are_independent(self._logits_of, 20)
 
     def rows_are_independent(self, compute: Callable[[list[Span]], np.ndarray], n_prompt: int) -> bool:
-        """Whether rows of a prompt in chunks, a chain and a tree are bitwise those of the same tokens one by one.
+        """Whether rows of a prompt in chunks, a chain and a tree are bitwise those of the same tokens in other chunks and one by one.
 
         `compute` makes a pass over spans and returns rows [N, any], the last of which belong to the root and the nodes of the last span.
         """
@@ -265,7 +266,9 @@ class Runner(ABC):
         try:
             compute([Span(slot, tokens[: n // 2], 0, logits=0)])
             whole = compute([Span(slot, tokens[n // 2 : n], n // 2, tree)])[-9:]
-            for i in range(n):
+            if alone := max(0, n - SINGLES):
+                compute([Span(slot, tokens[:alone], 0, logits=0)])
+            for i in range(alone, n):
                 last = compute([Span(slot, tokens[i : i + 1], i)])
             same = bool((last[-1] == whole[0]).all())
             for leaf in sorted(set(range(8)) - set(parents.tolist())):
@@ -295,15 +298,15 @@ class Runner(ABC):
         finally:
             self.pool.release(slot)
 
-    def measure(self, counts: list[int], rounds: int = 4, budget_s: float = 1.5) -> list[float]:
+    def measure(self, counts: list[int], rounds: int = 4, budget_s: float = 1.0) -> list[float]:
         """Milliseconds of passes with the first of these row counts, as many as there is time for and half of them at least: the least of
         interleaved rounds, since what disturbs a pass only adds to it.
         """
         context, started = max(1, min(256, (self.pool.max_blocks * BLOCK - counts[-1]) // 2)), time.perf_counter()
         times: list[float] = []
+        self.time_pass(counts[0], context)  # the first pass behind so many tokens
         for rows in counts:
             if time.perf_counter() - started < budget_s / 2 or 2 * len(times) < len(counts):
-                self.time_pass(rows, context)  # its memory is new
                 times.append(self.time_pass(rows, context))
         for _ in range(rounds - 1):
             for i, rows in enumerate(counts[: len(times)]):

@@ -147,7 +147,8 @@ def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTok
         if path.is_file():
             path = get_derived_folder(gguf.read(path), gguf_hf_mapping.derive, cache_dir or default_cache_dir(), _no_progress, stack)
         header_limits.check_files(path, spec)
-        return _read_tokenizer(path, spec)
+        tokenizer = _read_tokenizer(path, spec)
+        return tokenizer.whole if isinstance(tokenizer, DeferredTokenizer) else tokenizer
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -285,12 +286,12 @@ def _weight_bytes(tensors: dict[str, safetensors.SafetensorsEntry], quantised: b
     return sum(t.n_bytes if quantised or "F" not in t.dtype else math.prod(t.shape) * dtype.itemsize for t in tensors.values())
 
 
-def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase:
+def _read_tokenizer(folder: Path, spec: str) -> PreTrainedTokenizerBase | DeferredTokenizer:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise TokenizerError(f"{spec}: no tokenizer in {folder}; accepted: one of {', '.join(TOKENIZER_FILES)}, or a tokenizer= argument")
     try:
         if (folder / start_cache.TENSOR_NAMES).is_file():
-            return DeferredTokenizer(folder).whole
+            return DeferredTokenizer(folder)
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Tokenizer libraries raise bare Exceptions for damaged files.

@@ -87,9 +87,7 @@ def test_a_start_calls_nothing_but_what_is_compiled_ahead(path: Path) -> None:
 
     called, ahead = list_code(str(path)), list_code()
     own = {name.partition("(")[0].rpartition(".")[2] for name in called - ahead}
-    assert own <= {"_activate_few", "_rms_few", "_multiply_all", "_unpack_rows"}, (
-        "of the models' own modules, which are compiled in a moment"
-    )
+    assert own <= {"_multiply_all", "_unpack_rows"}, "of the models' own modules, which are compiled in a moment"
     assert any("step_functions.advance" in name for name in called)
 
 

@@ -169,9 +169,6 @@ def rope_kv_row(x, cos, sin, q, keys, values, offset, k_at, v_at):
             values[h, offset, d] = to_kv_dtype(values, y[d])
 
 
-PARALLEL = 1 << 14  # Numbers in a small operation from which on starting a second thread pays (measured).
-
-
 _LOADING = 2  # Cost of reading a key and its value, in queries that are multiplied by it (measured: 1 to 3).
 
 

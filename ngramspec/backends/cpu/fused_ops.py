@@ -16,11 +16,10 @@ from numba import get_num_threads
 from torch import nn
 from transformers.activations import GELUTanh
 
-from ngramspec.backends.cpu.attention import PARALLEL
 from ngramspec.backends.cpu.linear import CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import GELU, PLAIN_GELU, SILU, SQUARED_RELU
 from ngramspec.backends.cpu.matmul import CpuProduct
-from ngramspec.backends.cpu.row_loops import activate_few, activate_many, apply_gelu, norm_few, norm_many
+from ngramspec.backends.cpu.row_loops import activate_rows, apply_gelu, norm_rows
 from ngramspec.models.hf_modules import get_rms_norm
 
 
@@ -35,8 +34,7 @@ class RMSNorm(nn.Module):
     def rows(self, x: np.ndarray) -> np.ndarray:
         """Compute the norm of rows [T, N]."""
         out = np.empty_like(x)
-        run = norm_many if x.size >= PARALLEL else norm_few
-        run(x, self.weight.numpy(), self.eps, out)
+        norm_rows(x, self.weight.numpy(), self.eps, out)
         return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,8 +56,7 @@ class GatedMLP(nn.Module):
         both, n = self.product.multiply(x, threads), self.down.in_features
         at = int(self.product.columns[1]) if len(self.product.sizes) > 1 else n
         mid = np.empty((len(both), n), np.float32)
-        run = activate_many if mid.size >= PARALLEL else activate_few
-        run(both, at, self.activation == GELU, mid)
+        activate_rows(both, at, self.activation == GELU, mid)
         return self.down.product.multiply(mid, threads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

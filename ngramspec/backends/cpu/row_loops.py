@@ -1,4 +1,4 @@
-"""Compute norms and activations of some rows in one compiled call, for modules (`fused_ops`): for a few rows, or for many on all cores.
+"""Compute norms and activations of some rows in one compiled call, for modules (`fused_ops`).
 
 Knows arrays alone, so that it can be compiled by a process that has not loaded torch. Every row is computed alone, in a fixed order.
 """
@@ -6,7 +6,6 @@ Knows arrays alone, so that it can be compiled by a process that has not loaded 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from ngramspec.backends.cpu.norms import norm_row
 from ngramspec.datastore.code_cache import njit
@@ -16,14 +15,8 @@ _ONE = np.float32(1.0)
 
 
 @njit(cache=True, nogil=True)
-def norm_few(x, weight, eps, out):
+def norm_rows(x, weight, eps, out):
     for r in range(x.shape[0]):
-        norm_row(x[r], weight, eps, out[r])
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def norm_many(x, weight, eps, out):
-    for r in prange(x.shape[0]):
         norm_row(x[r], weight, eps, out[r])
 
 
@@ -41,14 +34,8 @@ def _activate_row(x, at, with_gelu, out):
 
 
 @njit(cache=True, nogil=True)
-def activate_few(x, at, with_gelu, out):
+def activate_rows(x, at, with_gelu, out):
     for r in range(x.shape[0]):
-        _activate_row(x[r], at, with_gelu, out[r])
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def activate_many(x, at, with_gelu, out):
-    for r in prange(x.shape[0]):
         _activate_row(x[r], at, with_gelu, out[r])
 
 

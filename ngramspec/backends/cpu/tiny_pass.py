@@ -20,7 +20,7 @@ from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions, Outs
 from ngramspec.backends.cpu.llama_runner import make_pool
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, choose_codes, unpack_rows
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
-from ngramspec.backends.cpu.row_loops import activate_few, activate_many, norm_few, norm_many
+from ngramspec.backends.cpu.row_loops import activate_rows, norm_rows
 from ngramspec.models.gguf import read
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import ROWS_PER_ITEM, Span, pack
@@ -57,9 +57,8 @@ def compile_modules(folder: Path) -> None:
     matrix = _make_matrix(context)
     rows = CpuProduct(context, [matrix]).multiply(np.zeros((1, _SIZE), np.float32), 1)
     unpack_rows(context.kernels, matrix.weight, np.zeros(1, np.int64))
-    for norm, activate in ((norm_few, activate_few), (norm_many, activate_many)):
-        norm(rows, np.ones(_SIZE, np.float32), np.float32(1e-5), rows)
-        activate(rows, _SIZE // 2, False, np.empty((1, _SIZE // 2), np.float32))
+    norm_rows(rows, np.ones(_SIZE, np.float32), np.float32(1e-5), rows)
+    activate_rows(rows, _SIZE // 2, False, np.empty((1, _SIZE // 2), np.float32))
 
 
 def _make_matrix(context: MatmulContext) -> Matrix:
