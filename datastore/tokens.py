@@ -104,20 +104,28 @@ class Encoder:
         return Encoder, (self.json, self.name)
 
 
+def find_control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
+    """Return the control tokens by id: every added token, flagged special or not, but for those that consist of blanks and line ends.
+
+    GPT-NeoX, Phi and Gemma write indentation with these, and text without them would match nothing that the model reads.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    return {number: token for number, token in added.items() if token.special or token.content.strip(" \t\r\n▁")}
+
+
 def make_plain_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> tuple[Tokenizer, np.ndarray]:
     """Make a tokenizer without control tokens that shares the model of `tokenizer`, and which ids are control tokens: bool [vocab_size].
 
-    Every added token is one, flagged special or not, but for those that consist of blanks and line ends: GPT-NeoX, Phi and Gemma
-    write indentation with them, and text without them would match nothing that the model reads. No post-processor, truncation or padding.
+    It has no post-processor, truncation or padding.
     """
-    added = sorted(tokenizer.get_added_tokens_decoder().items())
-    blank = {number for number, token in added if not token.special and token.content.strip(" \t\r\n▁") == ""}
+    added, of_control = sorted(tokenizer.get_added_tokens_decoder().items()), find_control_tokens(tokenizer)
     control = np.zeros(vocab_size, bool)
-    control[[number for number, _ in added if number not in blank]] = True
+    control[list(of_control)] = True
     kept: list[tuple[int, AddedToken]] = []
-    words = tokenizer.get_vocab(with_added_tokens=False) if blank else {}
-    for number, token in added if blank else []:
-        if number in blank:
+    has_blank = len(of_control) < len(added)
+    words = tokenizer.get_vocab(with_added_tokens=False) if has_blank else {}
+    for number, token in added if has_blank else []:
+        if number not in of_control:
             kept.append((number, token))
         elif token.content not in words:  # ids are given in turn: something that no text has must take this one
             kept.append((number, AddedToken(f"\U0010fffe{secrets.token_hex(16)}", normalized=False, special=False)))

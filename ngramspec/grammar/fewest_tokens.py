@@ -37,12 +37,12 @@ class FewestTokens:
         if dropped is None:
             return
         self._composes = any(step["type"] == "NFC" for step in steps)
-        to_bytes = _map_letters_to_bytes() if is_byte_level else {}
         names = [token["content"].encode() for token in added]
-        names += [_to_bytes(text, to_bytes) for text in tokenizer.get_vocab(with_added_tokens=False)]
+        names += _list_bytes(_list_pieces(parts["model"]), is_byte_level=is_byte_level)
+        names.sort(key=len, reverse=True)
         for counted in (_BYTES, _LETTERS, _DIGITS):
             ignored = bytes({*_BYTES} - {*counted} | dropped)
-            self._classes.append((ignored, max(1, max(len(name.translate(None, ignored)) for name in names))))
+            self._classes.append((ignored, _count_most(names, ignored)))
 
     def __call__(self, text: str) -> int:
         """Return a number of tokens that the text has at least, with or without control tokens in it."""
@@ -80,8 +80,7 @@ def _find_dropped_bytes(model: dict[str, Any], is_byte_level: bool) -> set[int] 
     """Return the bytes that a tokenizer's model may drop or join to one unknown token; None if it may be any."""
     if model.get("type") not in ("BPE", "Unigram") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return None
-    pieces = model["vocab"]
-    vocab = {*pieces} if isinstance(pieces, dict) else {piece for piece, _ in pieces}
+    vocab = {*_list_pieces(model)}
     if is_byte_level and model["type"] == "BPE":
         return {byte for letter, byte in _map_letters_to_bytes().items() if letter not in vocab}
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocab for byte in _IN_UTF8):
@@ -96,8 +95,29 @@ def _map_letters_to_bytes() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
-def _to_bytes(text: str, to_bytes: dict[str, int]) -> bytes:
-    """Return a token's bytes; if it is not made of such letters, those of its own text, which are no fewer."""
-    if to_bytes and all(letter in to_bytes for letter in text):
-        return bytes(map(to_bytes.__getitem__, text))
-    return text.encode("utf-8", "surrogatepass")
+def _list_pieces(model: dict[str, Any]) -> list[str]:
+    """Return the texts of a vocabulary as the tokenizer's model has them."""
+    pieces = model["vocab"]
+    return list(pieces) if isinstance(pieces, dict) else [piece for piece, _ in pieces]
+
+
+def _list_bytes(pieces: list[str], *, is_byte_level: bool) -> list[bytes]:
+    """Return the bytes of tokens; of one that is not made of letters for bytes those of its own text, which are no fewer."""
+    to_bytes = _map_letters_to_bytes()
+    if is_byte_level and to_bytes.keys() >= {*"".join(pieces)}:  # all at once: there may be 250,000
+        texts = "\uffff".join(pieces).translate({ord(letter): byte for letter, byte in to_bytes.items()})
+        return [text.encode("latin-1") for text in texts.split("\uffff")]
+    return [
+        bytes(map(to_bytes.__getitem__, text)) if is_byte_level and to_bytes.keys() >= {*text} else text.encode("utf-8", "surrogatepass")
+        for text in pieces
+    ]
+
+
+def _count_most(names: list[bytes], ignored: bytes) -> int:
+    """Return the most bytes that are not `ignored` in a name, at least 1. `names`: the longest first."""
+    most = 1
+    for name in names:
+        if len(name) <= most:
+            break
+        most = max(most, len(name.translate(None, ignored)))
+    return most

@@ -20,9 +20,8 @@ from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 from jinja2.defaults import DEFAULT_NAMESPACE
-from tokenizers import AddedToken, Tokenizer
 
-from ngramspec.datastore.tokens import make_plain_tokenizer
+from ngramspec.datastore.tokens import find_control_tokens
 from ngramspec.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
@@ -80,7 +79,7 @@ class Prompts:
     def __init__(self, encoder: TextEncoder) -> None:
         self._encoder, self._tokenizer = encoder, encoder.tokenizer
         self._bos: list[int] = [] if self._tokenizer is None else before_text(self._tokenizer)
-        controls = {} if self._tokenizer is None else _control_tokens(self._tokenizer.backend_tokenizer)
+        controls = {} if self._tokenizer is None else find_control_tokens(self._tokenizer.backend_tokenizer)
         self._control_ids = frozenset(controls)
         self._control = _any_of([token.content for token in controls.values()])
         self._special = _any_of([token.content for token in controls.values() if token.special])
@@ -405,11 +404,6 @@ def _hidden(value: Any, hide: Hide) -> Any:
 def _short(number: str) -> str:
     """The id of a call as Mistral's templates ask for it: nine letters and digits, here the digest of any other."""
     return number if re.fullmatch("[a-zA-Z0-9]{9}", number) else hashlib.sha256(number.encode()).hexdigest()[:9]
-
-
-def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
-    _, control = make_plain_tokenizer(tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1)
-    return {number: token for number, token in tokenizer.get_added_tokens_decoder().items() if control[number]}
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

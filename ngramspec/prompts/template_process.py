@@ -32,6 +32,11 @@ class TemplateProcesses:
     def __init__(self) -> None:
         self._pool = ProcessPool(lambda: ChildProcess(__name__, ("ngramspec", "transformers"), {}), N_PROCESSES)
 
+    def prepare(self) -> None:
+        """Start a child, which takes a second, if there is none: the first rendering will wait for less. Does nothing where none starts."""
+        with contextlib.suppress(OSError):  # `render` tells
+            self._pool.prepare()
+
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Render a template with these variables, all of them JSON.
 

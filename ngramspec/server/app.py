@@ -64,6 +64,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         AdmissionQueue(engine, settings, metrics),
         RequestLimits(settings.limits, engine.max_model_len, engine.vocab_size, FewestTokens(tokenizer)),
         Keyring(settings.api_keys, settings),
+        prompts,
         Fim.detect(engine.tokenizer, settings.fim_order, settings.fim_window),
         repositories or Repositories(),
         Encoders(metrics),

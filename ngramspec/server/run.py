@@ -37,6 +37,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.prompts.template_process import get_template_processes
 from ngramspec.server import logs
 from ngramspec.server.app import create_app
 from ngramspec.server.auth import is_loopback, is_unix_socket
@@ -319,6 +320,7 @@ def run(
 
     def load() -> None:
         try:
+            get_template_processes().prepare()  # it starts while the model is loaded
             engine = make_engine()
             loaded.append(engine)
             if settings.chat_template:

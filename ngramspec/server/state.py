@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.fim import Fim
 from ngramspec.server.auth import Keyring
 from ngramspec.server.encoding import Encoders
@@ -27,6 +28,8 @@ class ServerState:
     admission: AdmissionQueue
     limits: RequestLimits
     keyring: Keyring
+    prompts: Prompts
+    """The model's chat template, and what was learned of it: all routes share it."""
     fim: Fim | None
     """The model's fill-in-the-middle format, None if it has none."""
     repositories: Repositories

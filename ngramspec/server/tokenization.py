@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, model_validator
 
 from ngramspec import __version__
-from ngramspec.prompts.chat_template import Prompts, before_text
+from ngramspec.prompts.chat_template import before_text
 from ngramspec.server.auth import Identity, identify, operator
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.llamacpp.schemas import TextOrTokens
@@ -76,7 +76,8 @@ class DetokenizeResponse(BaseModel):
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["tokens"], route_class=ParsedBodyRoute)
     engine = state.engine
-    tokens, prompts = LlamaTokenizer(engine), Prompts(engine)
+    prompts = state.prompts
+    tokens = LlamaTokenizer(engine, prompts)
 
     def encode_prompt(text: str, *, add_special: bool) -> list[int]:
         return prompts.to_continue(text, parse_special=True) if add_special else engine.encode_text(text, parse_special=True)

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.prompts.chat_template import Prompts
+from ngramspec.prompts.template_process import get_template_processes
 from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
 from ngramspec.prompts.tool_calls.tool_prompt import Call, Turn
 from ngramspec.server.tool_fields import ToolDeclared, read_toolbox
@@ -347,6 +348,27 @@ def reciting(request: pytest.FixtureRequest, start_server: Callable[..., Any]) -
         openai.OpenAI(base_url=f"{start_server(engine).url}/v1", api_key="none", max_retries=0, timeout=120) as client,
     ):
         yield client, said, calls
+
+
+def test_all_routes_share_what_was_learned_of_the_template(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[Any] = []
+    renderer = get_template_processes()
+    render = renderer.render
+    monkeypatch.setattr(renderer, "render", lambda *given: rendered.append(given) or render(*given))
+    chat = {"model": "m", "messages": MESSAGES, "tools": [TOOLS[1]], "stream": False}
+    bodies = {
+        "/v1/chat/completions": chat,
+        "/api/chat": chat,
+        "/v1/messages": chat | {"max_tokens": 1, "tools": [{"name": "time", "input_schema": TIME}]},
+        "/v1/responses": {"input": "draw", "tools": [{"type": "function"} | TOOLS[1]["function"]]},
+    }
+    with left_clean(calling_engine("a")) as engine:
+        url = start_server(engine).url
+        assert len(rendered) > 3, "the form of calls is learned before the first request"
+        for path, body in bodies.items():
+            rendered.clear()
+            assert httpx.post(url + path, json=body, timeout=60).status_code == 200
+            assert 1 <= len(rendered) <= 2, path
 
 
 def test_the_token_that_ends_a_stream_is_scored_behind_its_text(start_server: Callable[..., Any]) -> None:

@@ -30,7 +30,7 @@ Event = dict[str, Any]
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["anthropic"], route_class=ParsedBodyRoute)
-    prompts = Prompts(state.engine)
+    prompts = state.prompts
 
     @routes.post("/v1/messages", response_model=MessagesResponse, response_model_exclude_unset=True, responses=GENERATES)
     async def create_message(body: MessagesRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:

@@ -52,7 +52,7 @@ NEVER = "2318-01-01T00:00:00Z"  # Ollama's word for a model that stays loaded
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["ollama"], route_class=ParsedBodyRoute, prefix="/api")
-    prompts = Prompts(state.engine)
+    prompts = state.prompts
     models = _Models(state, prompts)
 
     @routes.post("/chat", response_model=OllamaChatResponse, response_model_exclude_unset=True, responses=GENERATES_LINES)

@@ -38,7 +38,7 @@ MAX_TOKENS = 16  # OpenAI's default
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
     engine = state.engine
-    prompts, texts = Prompts(engine), TokenTexts(engine.tokenizer)
+    prompts, texts = state.prompts, TokenTexts(engine.tokenizer)
     now = datetime.now(UTC).replace(microsecond=0)
     of_model = {
         "object": "model",

@@ -36,7 +36,7 @@ Event = dict[str, Any]
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
-    prompts, store, texts = Prompts(state.engine), ResponseStore(), TokenTexts(state.engine.tokenizer)
+    prompts, store, texts = state.prompts, ResponseStore(), TokenTexts(state.engine.tokenizer)
 
     @routes.post("/responses", include_in_schema=False, responses=GENERATES)
     @routes.post("/v1/responses", response_model=Response, response_model_exclude_unset=True, responses=GENERATES)
