@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,8 @@ _NEXTN: Shapes = {
     "nextn.shared_head_norm.weight": (HIDDEN,),
 }  # fmt: skip
 _OF_IMAGES: dict[str, Any] = {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3}
-# By a name of the case: the architecture, the tensors of a layer, further keys, and whether the head is a matrix of its own.
+# By a name of the case: the architecture, the tensors of a layer, further keys (whole ones behind a slash), and whether the head is a
+# matrix of its own.
 CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "afmoe": (
         "afmoe", _ATTENTION | _POST | {"attn_gate.weight": (_Q, HIDDEN)} | _HEAD_NORMS | _GATED | _EXPERTS | _ONE_BESIDE | _CORRECTION,
@@ -293,6 +294,11 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         | {"rope.dimension_count": HEAD_DIM // 2, "expert_feed_forward_length": _WIDTH, "expert_gating_func": 2}, True,
     ),
     "hunyuan-dense": ("hunyuan-dense", _LLAMA | _HEAD_NORMS, {}, False),
+    "apertus": (
+        "apertus", _PRE | _SPLIT | _OUT | _PLAIN | _HEAD_NORMS,
+        {f"/xielu.{key}": [value + 0.05 * i for i in range(LAYERS)] for key, value in (("alpha_n", 0.1), ("alpha_p", -0.3))}
+        | {"/xielu.beta": [0.5] * LAYERS, "/xielu.eps": [-1e-6] * LAYERS}, True,
+    ),
     "arcee": ("arcee", _PRE | _SPLIT | _OUT | _PLAIN, {}, True),
     "gemma": ("gemma", _LLAMA, _WIDE, False),
     "gemma2": (
@@ -319,6 +325,10 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "phi3, short": (
         "phi3", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _OUT | _FUSED,
         _LONG_ROPE | {"rope.scaling.original_context_length": 256}, False,
+    ),
+    "nemotron": (
+        "nemotron", _PRE | _SPLIT | _OUT | _PLAIN | {f"{name}.bias": (HIDDEN,) for name in ("attn_norm", "ffn_norm")},
+        _LAYER_NORM | {"rope.dimension_count": HEAD_DIM // 2}, True,
     ),
     "starcoder2": ("starcoder2", _PRE | _SPLIT | _QKV_BIAS | _OUT | _PLAIN | _STAR_BIAS, _LAYER_NORM, False),
     "qwen2": ("qwen2", _LLAMA | _QKV_BIAS, {}, False),
@@ -430,8 +440,13 @@ def store_as_recorded(case: str) -> Callable[[str, np.ndarray], Stored]:
     return lambda name, x: (gguf.quants.quantize(x, kind), kind) if name.endswith(in_blocks) else (x, None)
 
 
-def write(path: Path, case: str, store: Callable[[str, np.ndarray], Stored] | None = None) -> Path:
-    """Write the file of a case, with tensors as `store` or else the case has them; texts are spelled in bytes."""
+def write(
+    path: Path, case: str, store: Callable[[str, np.ndarray], Stored] | None = None, changed: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the file of a case, with tensors as `store` or else the case has them; texts are spelled in bytes.
+
+    `changed`: keys with other values than the case has, or None for one that is left out; tensors are those of the case.
+    """
     store = store or store_as_recorded(case)
     architecture, layer, keys, has_head = CASES[case]
     writer = gguf.GGUFWriter(path, architecture)
@@ -443,16 +458,19 @@ def write(path: Path, case: str, store: Callable[[str, np.ndarray], Stored] | No
     writer.add_head_count_kv(KV_HEADS)
     if "attention.layer_norm_epsilon" not in keys:
         writer.add_layer_norm_rms_eps(1e-5)
-    for key, value in keys.items():
-        writer.kv_data[0].pop(f"{architecture}.{key}", None)
+    for key, value in {**keys, **(changed or {})}.items():
+        name = key[1:] if key.startswith("/") else f"{architecture}.{key}"
+        writer.kv_data[0].pop(name, None)
+        if value is None:
+            continue
         add: Any = {
             bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array,
         }[type(value)]  # fmt: skip
-        add(f"{architecture}.{key}", value)
+        add(name, value)
     _write_tokenizer(writer)
     last_norm = "token_embd_norm" if architecture.startswith("lfm2") else "output_norm"
     whole: Shapes = {"token_embd.weight": (VOCAB, HIDDEN), f"{last_norm}.weight": (HIDDEN,)}
-    if architecture == "starcoder2":
+    if architecture in ("starcoder2", "nemotron"):
         whole["output_norm.bias"] = (HIDDEN,)
     if architecture == "gemma4":
         whole["rope_freqs.weight"] = (_WIDER // 2,)

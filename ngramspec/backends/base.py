@@ -332,6 +332,7 @@ def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, i
 
     from ngramspec.models import masks
 
+    masks.hand_keywords_on(model)
     probe = masks.ShapeProbe()
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:

@@ -40,8 +40,12 @@ class Architecture:
     """Projections of Qwen3-Next by the stems of tensors: see `qwen3_next.list_parts`."""
     head: Mapping[str, str] = field(default_factory=dict)
     """Modules of the head that predicts further tokens by the stems of its tensors, besides those of its layer; none: it is left out."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """Parameters within a layer that are one number, by the key of an array in the metadata that has one for each layer."""
     latent: bool = False
     """Whether keys and values are made of a latent row, so that their sizes may differ."""
+    rms_epsilon: bool = True
+    """Whether the file must state the epsilon of RMS norms; `configure` reads that of others."""
     configure: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: {}
     """Returns what differs from the config that all have in common."""
 
@@ -98,6 +102,8 @@ _SHIFTED = dict.fromkeys(
 
 # ------------------------------------------------------------------ configs
 
+_IN_TURNS = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")  # Each section has every third pair.
+
 
 def read_config(file: Gguf) -> Config:
     """Return the config of transformers' model for a file. Raises UnsupportedModelError for what is not in the table."""
@@ -130,9 +136,30 @@ def read_config(file: Gguf) -> Config:
         raise metadata.make_refusal(
             "attention.value_length", metadata.get_int("attention.value_length"), "the same as attention.key_length"
         )
-    if metadata.has_key("attention.layer_norm_rms_epsilon"):
+    if row.rms_epsilon:
         config["rms_norm_eps"] = metadata.get_float("attention.layer_norm_rms_epsilon")
-    return config | row.configure(metadata, config)
+    found = row.configure(metadata, config)
+    if "per_layer_config" not in found:
+        _refuse_other_heads(metadata, config["head_dim"])
+    return config | found
+
+
+def _refuse_other_heads(metadata: GgufMetadata, head_dim: int) -> None:
+    """Refuse a file whose layers with windows have heads of another size, or turn other numbers of them. Raises UnsupportedModelError."""
+    for key, default in (("attention.key_length", head_dim), ("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
+        of_all = metadata.get_int(key, default)
+        if (of_windows := metadata.get_int(f"{key}_swa", of_all)) != of_all:
+            raise metadata.make_refusal(f"{key}_swa", of_windows, str(of_all))
+    if sections := metadata.get_numbers("rope.dimension_sections"):
+        _check_sections(metadata, sections, metadata.get_int("rope.dimension_count", head_dim) // 2)
+
+
+def _check_sections(metadata: GgufMetadata, sections: list[int], n_pairs: int) -> None:
+    """Refuse a file whose sections of pairs, one for each dimension of an image, leave a pair to a fourth one, which text does not have."""
+    numbers = [i % max(1, sum(sections)) for i in range(n_pairs)]
+    alternate = metadata.file.architecture in _IN_TURNS and any(i >= 3 * sections[i % 3] for i in numbers)
+    if len(sections) < 3 or any(sections[3:]) or alternate:
+        raise metadata.make_refusal("rope.dimension_sections", sections, f"three that have all {n_pairs} pairs, and 0 after them")
 
 
 def get_architecture(file: Gguf) -> Architecture:
@@ -191,6 +218,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert"},
         configure=configs.read_afmoe,
     ),
+    "apertus": Architecture(
+        model_type="apertus",
+        layer={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+        | _ATTENTION
+        | _HEAD_NORMS
+        | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        numbers={f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")},
+        configure=configs.read_apertus,
+    ),
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
     "bailingmoe2": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
     "chatglm": Architecture(
@@ -198,8 +234,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
         configure=configs.read_partial,
     ),
-    "cohere2": Architecture(model_type="cohere2", layer=_COHERE, configure=configs.read_cohere2),
-    "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, configure=configs.read_cohere),
+    "cohere2": Architecture(model_type="cohere2", layer=_COHERE, rms_epsilon=False, configure=configs.read_cohere2),
+    "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, rms_epsilon=False, configure=configs.read_cohere),
     "deepseek2": Architecture(model_type="deepseek_v2", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
     "dots1": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
     "ernie4_5": Architecture(model_type="ernie4_5", layer=_LLAMA, configure=configs.read_ernie),
@@ -248,6 +284,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer={"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc"}
         | {"ffn_down": "mlp.c_proj"},
         rules=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), "transposed"),
+        rms_epsilon=False,
         configure=configs.read_gpt2,
     ),
     "gpt-oss": Architecture(
@@ -321,6 +358,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_NEMOTRON_H | {"ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},
         whole=_NEMOTRON_H_WHOLE,
         rules={"ssm_a": "log of negative"},
+        rms_epsilon=False,
         configure=hybrids.read_nemotron_h,
     ),
     "nemotron_h_moe": Architecture(
@@ -331,7 +369,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"ffn_gate_inp": "mixer.gate", "exp_probs_b": "mixer.gate.e_score_correction"},
         whole=_NEMOTRON_H_WHOLE,
         rules={"ssm_a": "log of negative"},
+        rms_epsilon=False,
         configure=hybrids.read_nemotron_h_moe,
+    ),
+    "nemotron": Architecture(
+        model_type="nemotron",
+        layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        rules=_SHIFTED,
+        rms_epsilon=False,
+        configure=configs.read_nemotron,
     ),
     "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=configs.read_olmo2),
     "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_olmoe),
@@ -376,6 +422,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder2": Architecture(
         model_type="starcoder2",
         layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        rms_epsilon=False,
         configure=configs.read_starcoder2,
     ),
 }

@@ -7,6 +7,10 @@ differs from that. Whatever the model cannot have is refused by key and value. K
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 from ngramspec.models.gguf_expert_keys import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, Config, read_experts, read_grouped_experts
 from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, LONG_FACTORS, SHORT_FACTORS, SLIDING, GgufMetadata
 
@@ -23,17 +27,22 @@ def read_common(metadata: GgufMetadata, config: Config) -> Config:
 def read_window(metadata: GgufMetadata, default: int | None = None, *, same_angles: bool = True) -> int:
     """Read the window of an architecture that always has one. `same_angles`: its layers with windows have the angles of the others."""
     if same_angles:
-        refuse_other_base(metadata)
+        refuse_other_angles(metadata)
     if (window := metadata.get_int("attention.sliding_window", default)) < 1:
         raise metadata.make_refusal("attention.sliding_window", window, "1 and more")
     return window
 
 
-def refuse_other_base(metadata: GgufMetadata) -> None:
+def refuse_other_angles(metadata: GgufMetadata) -> None:
     """Refuse a file whose layers with windows have other angles. Raises UnsupportedModelError."""
     base = metadata.get_float("rope.freq_base", FREQ_BASE)
     if (of_windows := metadata.get_float("rope.freq_base_swa", base)) != base:
         raise metadata.make_refusal("rope.freq_base_swa", of_windows, str(base))
+    if metadata.get_text("rope.scaling.type", "") == "none" and (factor := metadata.get_float("rope.scaling.factor", 1.0)) not in (
+        0.0,
+        1.0,
+    ):
+        raise metadata.make_refusal("rope.scaling.factor", factor, "1, since llama.cpp applies it to layers with windows alone")
 
 
 def read_llama(metadata: GgufMetadata, config: Config) -> Config:
@@ -47,8 +56,9 @@ def read_llama(metadata: GgufMetadata, config: Config) -> Config:
 def read_mistral3(metadata: GgufMetadata, config: Config) -> Config:
     found = read_llama(metadata, config)
     rope = found["rope_parameters"]
-    if multiplier := metadata.get_float("rope.scaling.yarn_log_multiplier", 0.0):
-        rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if (multiplier := metadata.get_float("rope.scaling.yarn_log_multiplier", 0.0)) and rope["rope_type"] == "yarn":
+        usual, divisor = (1 + 0.1 * each * math.log(max(rope["factor"], 1.0)) for each in (1.0, multiplier))
+        rope["attention_factor"] = metadata.get_float("rope.scaling.attn_factor", 1.0) * usual / divisor
     if not metadata.has_key("attention.temperature_scale"):
         return found | {"model_type": "mistral", "sliding_window": None}
     rope["llama_4_scaling_beta"] = metadata.get_float("attention.temperature_scale")
@@ -61,6 +71,9 @@ def read_mistral3(metadata: GgufMetadata, config: Config) -> Config:
 def read_granite(metadata: GgufMetadata, config: Config) -> Config:
     if metadata.is_stated("rope.scaling.finetuned", False):
         raise metadata.make_refusal("rope.scaling.finetuned", False, "true, since layers without rotary embedding are not read")
+    images = metadata.get_numbers("deepstack_mapping")
+    if any(number >= 0 for number in images):
+        raise metadata.make_refusal("deepstack_mapping", images, "-1 for every layer: inputs from images are not read")
     return read_llama(metadata, config) | read_multipliers(metadata, config) | {"logits_scaling": metadata.get_float("logit_scale")}
 
 
@@ -95,8 +108,8 @@ def read_partial(metadata: GgufMetadata, config: Config) -> Config:
 def read_glm4(metadata: GgufMetadata, config: Config) -> Config:
     """Read GLM-4's config. Files of models that also read images (GLM-4.1V, GLM-4.6V-Flash) have the rows of turned pairs in two halves."""
     turned = metadata.get_int("rope.dimension_count", config["head_dim"])
-    halved = {"halved_rows": turned} if metadata.has_key("rope.dimension_sections") else {}
-    return read_partial(metadata, config) | halved
+    of_image = metadata.get_numbers("rope.dimension_sections")[:2]
+    return read_partial(metadata, config) | ({"halved_rows": turned} if of_image and all(of_image) else {})
 
 
 def read_phi3(metadata: GgufMetadata, config: Config) -> Config:
@@ -132,14 +145,18 @@ def read_olmo2(metadata: GgufMetadata, config: Config) -> Config:
 
 def read_exaone4(metadata: GgufMetadata, config: Config) -> Config:
     found = read_llama(metadata, config) | {"sliding_window": None, "layer_types": [FULL] * metadata.n_layers}
-    if metadata.get_int("attention.sliding_window", default := 4096 if metadata.n_layers == 64 else 0):
-        found |= {"sliding_window": read_window(metadata, default), "layer_types": metadata.get_layer_types(4)}
+    if (has_windows := metadata.n_layers == 64) or metadata.get_int("attention.sliding_window", 0):
+        found |= {"sliding_window": read_window(metadata, 4096), "layer_types": metadata.get_layer_types(4)}
+    if not has_windows and SLIDING in found["layer_types"]:
+        raise metadata.make_refusal("attention.sliding_window", found["sliding_window"], "0, but for 64 layers, as in llama.cpp")
     return found
 
 
 def read_exaone_moe(metadata: GgufMetadata, config: Config) -> Config:
     experts = read_grouped_experts(metadata, metadata.is_stated("expert_weights_norm", True), SIGMOID)
-    n_dense = metadata.get_int("leading_dense_block_count", 0)
+    n_dense, inner = metadata.get_int("leading_dense_block_count", 0), experts["n_shared_experts"] * experts["moe_intermediate_size"]
+    if (shared := metadata.get_int("expert_shared_feed_forward_length", inner)) not in (0, inner):
+        raise metadata.make_refusal("expert_shared_feed_forward_length", shared, str(inner))
     return read_llama(metadata, config) | experts | {
         "num_experts": experts.pop("n_routed_experts"), "num_shared_experts": experts.pop("n_shared_experts"),
         "mlp_layer_types": ["dense" if i < n_dense else "sparse" for i in range(metadata.n_layers)],
@@ -189,9 +206,11 @@ def read_hunyuan_moe(metadata: GgufMetadata, config: Config) -> Config:
 
 
 def read_minimax_m2(metadata: GgufMetadata, config: Config) -> Config:
-    experts = read_experts(metadata, normalise=True, scoring=SIGMOID)
+    experts, width = read_experts(metadata, normalise=True, scoring=SIGMOID), metadata.get_same("expert_feed_forward_length")
+    if (inner := metadata.get_same("feed_forward_length")) != width:
+        raise metadata.make_refusal("feed_forward_length", inner, str(width))
     return read_partial(metadata, config) | experts | {
-        "intermediate_size": metadata.get_same("expert_feed_forward_length"), "num_local_experts": experts.pop("num_experts"),
+        "intermediate_size": width, "num_local_experts": experts.pop("num_experts"),
     }  # fmt: skip
 
 
@@ -200,12 +219,15 @@ def read_afmoe(metadata: GgufMetadata, config: Config) -> Config:
     experts = read_grouped_experts(metadata, normalise=True, scoring=SIGMOID)
     if (n_groups := experts.pop("n_group")) > 1:
         raise metadata.make_refusal("expert_group_count", n_groups, "1")
+    types = metadata.get_layer_types(4)
+    if types != [FULL if i % 4 == 3 else SLIDING for i in range(metadata.n_layers)]:
+        raise metadata.make_refusal("attention.sliding_window_pattern", types, f"{FULL} in every fourth layer")
     return read_llama(metadata, config) | {
         "num_experts": experts["n_routed_experts"], "num_experts_per_tok": experts["num_experts_per_tok"],
         "num_shared_experts": experts["n_shared_experts"], "route_scale": experts["routed_scaling_factor"],
         "moe_intermediate_size": experts["moe_intermediate_size"], "mup_enabled": True, "output_router_logits": False,
         "num_dense_layers": metadata.get_int("leading_dense_block_count", 0), "sliding_window": read_window(metadata),
-        "layer_types": metadata.get_layer_types(4),
+        "layer_types": types,
     }  # fmt: skip
 
 
@@ -281,9 +303,11 @@ def read_gemma2(metadata: GgufMetadata, config: Config) -> Config:
 def read_gemma3(metadata: GgufMetadata, config: Config) -> Config:
     is_27b = metadata.n_layers == 62  # as llama.cpp tells it
     window = metadata.get_int("attention.sliding_window", 0)
+    if (factor := metadata.get_float("rope.scaling.attn_factor", 1.0)) != 1:
+        raise metadata.make_refusal("rope.scaling.attn_factor", factor, "1")
     return read_gemma(metadata, config) | {
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
-        "sliding_window": window or None,
+        "sliding_window": window or 1,  # transformers' model makes a mask with it even if no layer has a window
         "layer_types": metadata.get_layer_types(6) if window else [FULL] * metadata.n_layers,
         "rope_parameters": {FULL: metadata.get_rope(), SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False)},
         "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 0.0) or None,
@@ -313,6 +337,8 @@ def read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
         raise metadata.make_refusal("attention.shared_kv_layers", n_shared, "fewer than leave a layer of each type")
     if inner != [inner[0]] * n_own + [inner[0] * (1 + doubled)] * n_shared:
         raise metadata.make_refusal("feed_forward_length", inner, "one for all, or twice as much in layers with others' keys")
+    if (of_global := metadata.get_rope())["rope_type"] != "default":
+        raise metadata.make_refusal("rope.scaling.type", of_global["rope_type"], "none")
     first_global = is_global.index(True)
     has_experts = metadata.has_tensor("blk.0.ffn_gate_inp.weight")
     experts = read_experts(metadata, normalise=True) if has_experts else {}
@@ -325,7 +351,7 @@ def read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
         "attention_k_eq_v": not metadata.has_tensor(f"blk.{first_global}.attn_v.weight"),
         "layer_types": types, "sliding_window": read_window(metadata, same_angles=False),
         "rope_parameters": {
-            FULL: metadata.get_rope(scaled=False) | {"rope_type": "proportional"},
+            FULL: of_global | {"rope_type": "proportional"},
             SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False),
         },
         "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": metadata.get_float("final_logit_softcapping", 30.0) or None,
@@ -347,6 +373,10 @@ def _read_latent(metadata: GgufMetadata, config: Config) -> Config:
     if (kv := metadata.get_same("attention.head_count_kv", 1)) not in (1, n_heads):
         raise metadata.make_refusal("attention.head_count_kv", kv, f"1 or {n_heads}")
     rope = metadata.get_rope()
+    if rope["rope_type"] not in ("default", "yarn"):
+        raise metadata.make_refusal("rope.scaling.type", rope["rope_type"], "none, yarn")
+    if (factor := metadata.get_float("rope.scaling.attn_factor", 1.0)) != 1:
+        raise metadata.make_refusal("rope.scaling.attn_factor", factor, "1")
     if rope["rope_type"] == "yarn" and (multiplier := metadata.get_float("rope.scaling.yarn_log_multiplier", 0.0)):
         # Files state a tenth of DeepSeek's mscale_all_dim, and mscale is the same.
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * multiplier) | {"attention_factor": 1.0}
@@ -404,6 +434,9 @@ def _read_mistral4(metadata: GgufMetadata, found: Config) -> Config:
     """Read what Mistral Small 4 has besides: queries that are scaled by their position."""
     rope, scale = found["rope_parameters"], metadata.get_float("attention.temperature_scale", 0.0)
     length = rope.get("original_max_position_embeddings", metadata.get_int("context_length"))
+    multiplier = metadata.get_float("rope.scaling.yarn_log_multiplier", 0.0)
+    if metadata.file.architecture == "mistral4" and rope["rope_type"] == "yarn" and np.float32(multiplier) != np.float32(0.1):
+        raise metadata.make_refusal("rope.scaling.yarn_log_multiplier", multiplier, "0.1")
     if scale and (stated := metadata.get_int("attention.temperature_length", length)) != length:
         raise metadata.make_refusal("attention.temperature_length", stated, str(length))
     rope |= {"llama_4_scaling_beta": scale, "original_max_position_embeddings": length}
@@ -416,6 +449,17 @@ def read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:
         "use_bias": metadata.has_attention_bias(),
         "sliding_window": None,
     }
+
+
+def read_apertus(metadata: GgufMetadata, config: Config) -> Config:
+    return read_llama(metadata, config) | {"hidden_act": "xielu", "dtype": "float32"}
+
+
+def read_nemotron(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of dense Nemotron (Minitron): squared ReLU without a gate, and norms whose weights are offsets from 1."""
+    return read_partial(metadata, config) | {
+        "norm_eps": metadata.get_float("attention.layer_norm_epsilon"), "hidden_act": "relu2", "mlp_bias": metadata.has_mlp_bias(),
+    }  # fmt: skip
 
 
 def read_gpt2(metadata: GgufMetadata, config: Config) -> Config:

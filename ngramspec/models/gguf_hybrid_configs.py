@@ -77,11 +77,11 @@ def read_nemotron_h(metadata: GgufMetadata, config: Config) -> Config:
     if scale := metadata.get_float("attention.scale", 0.0):
         raise metadata.make_refusal("attention.scale", scale, "0")
     n_heads, head_dim, n_groups, state, taps = _read_mamba(metadata)
-    eps = metadata.get_float("attention.layer_norm_epsilon", 1e-5)
+    norm = "rms_" if metadata.has_key("attention.layer_norm_rms_epsilon") else ""
     return {
         "mamba_num_heads": n_heads, "mamba_head_dim": head_dim, "n_groups": n_groups, "ssm_state_size": state, "conv_kernel": taps,
         "layers_block_type": types, "num_key_value_heads": kv, "intermediate_size": kinds.pop(), "time_step_min": 0.0,
-        "layer_norm_epsilon": metadata.get_float("attention.layer_norm_rms_epsilon", eps), "use_bias": False,
+        "layer_norm_epsilon": metadata.get_float(f"attention.layer_norm_{norm}epsilon"), "use_bias": False,
         "use_conv_bias": metadata.has_tensor(f"blk.{types.index(LINEAR)}.ssm_conv1d.bias"),
         "mlp_bias": metadata.has_tensor(f"blk.{types.index(kind)}.ffn_up.bias"),
     }  # fmt: skip

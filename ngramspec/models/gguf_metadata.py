@@ -22,6 +22,16 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 FREQ_BASE = 10000.0  # llama.cpp's default of rope.freq_base
 
 
+def read_layer_number(file: Gguf, key: str, layer: int) -> float:
+    """Return a layer's number of an array, or the one that the file states for all layers. Raises UnsupportedModelError."""
+    numbers = [file.metadata.get(key)] * (layer + 1)
+    if key in file.metadata and numbers[0] is None and layer < array_length(file.headers[0], key) <= LONGEST:
+        numbers = read_array(file, key)
+    if not isinstance(number := numbers[layer], float) or not math.isfinite(number):
+        raise UnsupportedModelError(f"{file.path}: {key} is {number!r:.80} for layer {layer}; accepted: a finite number")
+    return number
+
+
 class GgufMetadata:
     """The metadata of one file under its architecture's name."""
 
@@ -95,6 +105,10 @@ class GgufMetadata:
             raise self.make_refusal(key, values, "the same for every layer")
         return values[0]
 
+    def get_numbers(self, key: str) -> list[Any]:
+        """Return the values of an array, none if the file has no such array."""
+        return self._get_array(key) or []
+
     def get_layer_types(self, period: int) -> list[str]:
         """Return each layer's type of attention: without a pattern in the file, every layer whose number `period` divides sees all."""
         key = "attention.sliding_window_pattern"
@@ -127,6 +141,11 @@ class GgufMetadata:
         if kind not in accepted:
             raise self.make_refusal("rope.scaling.type", kind, ", ".join(accepted))
         attention_factor = self.get_float("rope.scaling.attn_factor", 1.0)
+        for key, usual in (("alpha", 0.0), ("yarn_ext_factor", 1.0)):
+            if (stated := self.get_float(f"rope.scaling.{key}", usual)) != usual:
+                raise self.make_refusal(f"rope.scaling.{key}", stated, str(usual))
+        if kind == "longrope" and factor not in (0.0, 1.0):
+            raise self.make_refusal("rope.scaling.factor", factor, "1 with LongRoPE")
         if not scaled or kind in ("none", "longrope") or factor in (0.0, 1.0):
             kind = "none"
         else:

@@ -30,12 +30,13 @@ class TensorUse(NamedTuple):
     tensor: str
     rule: str = "same"
     """One of `start_cache.RULES`, "zeros", "interleaved", "halved", "repeated", "divided", "joined": the rows of `other` follow,
-    "in turns": outputs of `tensor` and `other` alternate, "joined heads", "head keys" or "head values": see `latent_weights`."""
+    "number": one of the metadata's, "in turns": outputs of `tensor` and `other` alternate, "joined heads", "head keys" or "head values":
+    see `latent_weights`."""
     heads: int = 0
     """Heads of an interleaving rule or of latent attention, value heads per key head where those of keys are repeated, groups of rows
     that are divided, or heads of gates (`gated_heads`)."""
     first: int = 0
-    """The first row that belongs to the parameter."""
+    """The first row that belongs to the parameter, or the index of a number in the array whose key is `tensor`."""
     end: int = 0
     """The row after the last one; 0: all rows belong to it."""
     other: str = ""
@@ -57,7 +58,12 @@ def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
     for tensor in file.tensors.values():
         if tensor.name not in of_head and (found := _TENSOR.fullmatch(tensor.name)) is not None:
             uses.update(_map_tensor(row, config, tensor, found))
-    return uses | _map_head(file, row, config, of_head)
+    numbers = {
+        f"{row.prefix}.{i}.{path}": TensorUse(key, "number", first=i)
+        for key, path in row.numbers.items()
+        for i in range(config["num_hidden_layers"])
+    }
+    return uses | numbers | _map_head(file, row, config, of_head)
 
 
 def add_zero_biases(uses: Mapping[str, TensorUse], parameters: Iterable[str]) -> dict[str, TensorUse]:
@@ -127,7 +133,7 @@ def _map_heads(config: Config, name: str, stem: str, path: str) -> dict[str, Ten
 
 def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str, first: int = 0, end: int = 0) -> TensorUse:
     rule = row.rules.get(stem, "same")
-    if rule == "transposed" and kind == "bias":
+    if rule in ("transposed", "minus one") and kind == "bias":
         rule = "same"
     n_halved = config.get("halved_rows", 0)
     if rule == "halved" and not n_halved:

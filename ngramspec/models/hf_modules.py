@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+ONE_PLUS = "LayerNorm1P"  # end of the name of a class whose weights are offsets from 1
+
 
 def get_weight(module: nn.Module) -> torch.Tensor | None:
     """Return the weight [N, K] of a linear layer, whichever way round the module keeps it; None for another kind of module."""
@@ -26,7 +28,7 @@ def get_layer_norm(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None
     """Return (weight [N], bias [N] or None, eps) of a module whose class is named a LayerNorm, else None; the rest as `get_rms_norm`."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    named = type(module).__name__.endswith("LayerNorm")
+    named = type(module).__name__.endswith(("LayerNorm", ONE_PLUS))
     if not named or not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
         return None
     return weight.detach(), bias.detach() if isinstance(bias, torch.Tensor) else None, eps

@@ -6,10 +6,11 @@ arguments that would change the result. It does not know how keys and values are
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from ngramspec.errors import UnsupportedModelError
 
@@ -42,6 +43,26 @@ class ShapeProbe:
     ) -> torch.Tensor:  # fmt: skip
         self.seen[layer] = (k.shape[1], k.shape[2])
         return torch.zeros_like(q)
+
+
+_DROPPING = ("NemotronDecoderLayer",)  # classes of layers that do not hand keyword arguments on to their attention
+
+
+def hand_keywords_on(model: PreTrainedModel) -> None:
+    """Have layers that do not hand the `AttentionPass` on to their attention do so."""
+    for layer in model.modules():
+        if type(layer).__name__ in _DROPPING:
+            given: dict[str, AttentionPass | None] = {}
+            layer.register_forward_pre_hook(partial(_keep_pass, given), with_kwargs=True)
+            layer.get_submodule("self_attn").register_forward_pre_hook(partial(_add_pass, given), with_kwargs=True)
+
+
+def _keep_pass(given: dict[str, AttentionPass | None], module: torch.nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+    given[NAME] = keywords.get(NAME)
+
+
+def _add_pass(given: dict[str, AttentionPass | None], module: torch.nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
+    return args, {**keywords, **given}
 
 
 # Arguments that models pass to every attention function and that change nothing here.

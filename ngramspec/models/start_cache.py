@@ -35,6 +35,7 @@ from ngramspec.models import gguf
 from ngramspec.models.expert_weights import join_experts, join_rows, transpose_experts
 from ngramspec.models.gated_heads import GATES, JOINED, join_gates
 from ngramspec.models.gguf import Gguf, GgufTensor
+from ngramspec.models.gguf_metadata import read_layer_number
 from ngramspec.models.gguf_tensor_map import TensorUse
 from ngramspec.models.head_parameters import HEAD
 from ngramspec.models.iq3_blocks import Iq3File
@@ -45,6 +46,7 @@ from ngramspec.models.tensor_source import (
     ComputedTensor,
     DividedTensor,
     FileTensor,
+    NumberTensor,
     RepeatedTensor,
     StoredTensor,
     TensorSource,
@@ -57,7 +59,7 @@ from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 9  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 10  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
@@ -341,6 +343,8 @@ def read_tensor_names(folder: Path) -> dict[str, TensorUse]:
 
 def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
     """Return the parameter of this shape that is made of a tensor. Raises UnsupportedModelError."""
+    if use.rule == "number":
+        return NumberTensor(kind="F32", shape=shape, number=read_layer_number(file, use.tensor, use.first))
     plain = locate_tensor(file, files, file.tensors[use.tensor])
     if use.other and use.other not in file.tensors:
         raise UnsupportedModelError(f"{file.path}: it has the tensor {use.tensor}, and lacks {use.other}")
@@ -370,7 +374,7 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
         if shape[-1] == there[-1] and n_added > 0 and n_added % (2 * (use.heads - 1)) == 0:
             plain = FileTensor(kind=plain.kind, shape=(there[0], *shape[1:]), file=plain.file, offset=plain.offset)
             return RepeatedTensor(kind=plain.kind, shape=shape, stored=plain, times=use.heads)
-    if [n for n in there if n > 1] != [n for n in shape if n > 1]:
+    if rule in ("divided", "repeated") or [n for n in there if n > 1] != [n for n in shape if n > 1]:
         raise UnsupportedModelError(
             f"{file.path}: config and weights disagree: {use.tensor} is {list(there)} in the file and {list(shape)} by the config"
         )

@@ -133,6 +133,19 @@ class ZeroTensor(StoredTensor):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NumberTensor(StoredTensor):
+    """A parameter of one number, which the file's metadata state."""
+
+    number: float
+
+    def rows(self, first: int, end: int) -> np.ndarray:
+        return self.float32().reshape(1, 1)[first:end].view(np.uint8)
+
+    def float32(self) -> np.ndarray:
+        return np.full(self.shape, self.number, np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RepeatedTensor(StoredTensor):
     """Rows of queries [n], keys [n] and values, with the first two n repeated `times` times each, one round after the other.
 

@@ -27,6 +27,7 @@ RECORD = json.loads((Path(__file__).parent / "logits.json").read_text())
 ROUNDING, ROUNDED_GELU = 3e-5, 1e-3
 ROUNDED_ROWS = 5e-2  # activations of 8 bits, for experts in quant blocks
 GELU, QUANTISED = ("gemma", "starcoder2"), "mxfp4"
+BY_MODULES = ("apertus",)  # an activation with numbers of every layer
 LATENT = ("deepseek2, older", "deepseek2, groups", "mistral4")
 MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe")
 
@@ -46,11 +47,11 @@ def test_logits_are_llama_cpps(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", tiny_architectures.CASES)
-def test_the_compiled_pass_computes_llama_cpps_logits(case: str, tmp_path: Path) -> None:
+def test_passes_compute_llama_cpps_logits(case: str, tmp_path: Path) -> None:
     opened = open_model(str(tiny_architectures.write(tmp_path / "model.gguf", case)), cache_dir=tmp_path / "cache")
     size: dict[str, int] = {"max_len": 64, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 22}
     runner = CpuRunner(opened.model, opened.source, code=cache_dir() / "code", **size)
-    assert runner.decoder is not None
+    assert (runner.decoder is None) == (case in BY_MODULES)
     assert (runner.precision, runner.exactness) == ("int8" if case.endswith(QUANTISED) else "float32", "bitwise")
     assert runner.pool.reserve(0, 64)
     text, wanted = np.array(RECORD["text"], np.int32), np.array(RECORD["logits"][case])
@@ -144,7 +145,7 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("gemma2", {"rope__freq_base_swa": 500.0}, r"gemma2.rope.freq_base_swa is 500.0 .*accepted: 10000.0"),
         *(
             (case, {"rope__freq_base_swa": 500.0, "attention__sliding_window": 8}, r"freq_base_swa is 500.0 .*accepted: 10000.0")
-            for case in ("afmoe", "cohere2", "exaone4", "exaone-moe", "gpt-oss", "olmo3")
+            for case in ("afmoe", "cohere2", "exaone-moe", "gpt-oss", "olmo3")
         ),
         ("gemma3", {"attention__sliding_window_pattern": [True]}, r"gemma3.attention.sliding_window_pattern is \[True\]"),
         (

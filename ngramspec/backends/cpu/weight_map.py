@@ -404,9 +404,9 @@ class WeightMap:
 
         def norm(name: str) -> np.ndarray:
             weights = source[name].float32().reshape(-1)
-            if self.options.layer_norm and _name_bias(name) in source:
-                return np.concatenate([weights, source[_name_bias(name)].float32()])
-            return weights + np.float32(self.norm_offset) if self.norm_offset else weights
+            weights = weights + np.float32(self.norm_offset) if self.norm_offset else weights
+            has_bias = self.options.layer_norm and _name_bias(name) in source
+            return np.concatenate([weights, source[_name_bias(name)].float32()]) if has_bias else weights
 
         def make_recurrent(names: RecurrentNames) -> RecurrentWeights:
             conv, decay = drop_repeats(source[names.conv]).float32()[:, 0].T, source[names.decay].float32().astype(np.float64)

@@ -28,7 +28,7 @@ from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, MambaOptions, M
 from ngramspec.backends.cpu.varied_layers_reader import has_varied_heads, map_varied_layers, read_inputs
 from ngramspec.backends.cpu.weight_map import QueryScale, Rotary, WeightMap
 from ngramspec.models.gated_heads import JOINED
-from ngramspec.models.hf_modules import get_layer_norm
+from ngramspec.models.hf_modules import ONE_PLUS, get_layer_norm
 from ngramspec.models.latent_weights import BOTH, list_latent_attention
 from ngramspec.models.tensor_source import TensorSource
 
@@ -115,7 +115,7 @@ def _describe_norm(module: nn.Module) -> _Norm | None:
     if isinstance(module, fused_ops.RMSNorm):
         return _Norm(float(module.eps), module.offset, subtracts_mean=False)
     found = get_layer_norm(module)
-    return None if found is None else _Norm(found[2], 0.0, subtracts_mean=True)
+    return None if found is None else _Norm(found[2], float(type(module).__name__.endswith(ONE_PLUS)), subtracts_mean=True)
 
 
 def _is_centred(norm: nn.Module | None) -> bool:
