@@ -2,16 +2,19 @@
 
     python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--edits N]
         [--contenders on,off,store,suffix-first,as-sent,predicted,llama-none,llama-ngram-simple,llama-ngram-mod] [--datastore STORE]
-        [--llama-server-python PATH] [--after-line N]
+        [--llama-server-python PATH] [--after-line N] [--ring N]
 
 DIR are two releases of a library. Functions of the new one whose body is nowhere in the old one are written into their file, one after
 the other, as llama.vim has them completed: /infill with the 256 lines before the cursor and the 64 after it, greedy, up to `--max-tokens`
 tokens. Each server has the same file and threads; functions are done by all servers in turns.
 
     cold        the first request of a function: the file's head has not been seen
-    requests    at the beginnings of words of the body, in their order, each waited for: milliseconds to the first and the last token
+    requests    at the beginnings of words of the body, in their order, each waited for: milliseconds to the first and the last token;
+                `prompt_tokens`: how many of the prompt's were computed, in the mean, at cold and at these requests
     typed       the body is typed for real: each key cancels the request under way and sends another, unless what is shown goes on with
                 that key. A suggestion that is what comes next, or whose first line is, is accepted instead of typing it
+    ring        with `--ring 16`, llama.vim's default, requests carry parts of files that were visited before, and one without a text to
+                write is sent once a second for each new part, in the `--reading` seconds before a function's first request
     edits       a name is to be changed in a file of the new release by chat, whose answer is the whole file: seconds to the end. The
                 contender `predicted` sends the file as the expected output
 
@@ -44,9 +47,11 @@ from benchmarks.http_client import Connection, ServerAddress, fetch, find_quanti
 from benchmarks.server_process import read_cpu_s, serve
 
 PREFIX_LINES, SUFFIX_LINES = 256, 64  # llama.vim's n_prefix and n_suffix
+CHUNK_LINES, SCOPE_LINES = 64, 1024  # llama.vim's ring_chunk_size, of which half is taken, and ring_scope
+SAME, NEAR = 0.9, 0.5  # similarity from which on chunks count as one, and a chunk repeats what stands around the cursor
 KEY_MEAN_S, KEY_DEVIATION_S = 0.239, 0.112
 BODY_CHARS = 120, 2000  # functions with bodies of so many characters are written
-CONTEXT = 8192
+CONTEXT, RING_CONTEXT = 8192, 16384  # tokens; the latter with --ring
 EDIT_LINES = 50, 500  # of a file that is edited as a whole
 TEST_FOLDERS = {"tests", "_tests", "test"}
 CONTENDERS = "on,off,llama-none,llama-ngram-simple,llama-ngram-mod"
@@ -61,6 +66,65 @@ class NewFunction:
     body: str
     after: str
 
+    @property
+    def path(self) -> str:
+        return self.name.partition(":")[0]
+
+    def get_lines_around(self, n: int) -> list[str]:
+        """Return the function's last lines and those after it, up to n of each."""
+        return (self.before + self.body).split("\n")[-n:] + self.after.split("\n")[:n]
+
+
+class Ring:
+    """Parts of files that an editor has shown, the latest last, as llama.vim collects them."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._rng = size, random.Random(seed)
+        self._chunks: list[tuple[str, list[str]]] = []
+        self._queued: list[tuple[str, list[str]]] = []
+
+    def _cut(self, lines: list[str]) -> list[str]:
+        """Return a part of as many lines as a chunk has, at random."""
+        first = self._rng.randint(0, max(0, len(lines) - CHUNK_LINES // 2))
+        return lines[first : first + CHUNK_LINES // 2] if len(lines) + 1 >= CHUNK_LINES else lines
+
+    def pick(self, path: str, lines: list[str], replaces: bool) -> None:
+        """Queue a part of these lines, unless there is one like it; `replaces`: instead of those like it."""
+        chunk = self._cut(lines)
+        if self._size == 0 or len(lines) < 3:
+            return
+        for chunks in (self._queued, self._chunks):
+            alike = [i for i, (_, other) in enumerate(chunks) if chunk == other or (i and measure_similarity(chunk, other) > SAME)]
+            if alike and not (replaces and all(chunks[i][1] != chunk for i in alike)):
+                return
+            for i in reversed(alike):
+                del chunks[i]
+        self._queued = [*self._queued[-15:], (path, chunk)]
+
+    def leave(self, function: NewFunction) -> None:
+        """Pick what stands around a function that has been written and saved."""
+        for _ in range(2):
+            self.pick(function.path, function.get_lines_around(CHUNK_LINES // 2), replaces=True)
+
+    def update(self) -> bool:
+        """Take one of the queued chunks; return whether there was one."""
+        if self._queued:
+            self._chunks = [*self._chunks[-self._size + 1 :], self._queued.pop(0)]
+            return True
+        return False
+
+    def get_extra(self, around: list[str] | None = None) -> list[dict[str, str]]:
+        """Return the chunks as a request has them, after those were removed that are like the lines around the cursor."""
+        if around is not None:
+            near = self._cut(around)
+            self._chunks = [each for i, each in enumerate(self._chunks) if not i or measure_similarity(each[1], near) <= NEAR]
+        return [{"text": "\n".join(lines) + "\n", "filename": path} for path, lines in self._chunks]
+
+
+def measure_similarity(a: list[str], b: list[str]) -> float:
+    """Return the share of lines that two chunks have in common."""
+    return 2 * sum(line in b for line in a) / (len(a) + len(b))
+
 
 @dataclass(slots=True)
 class Figures:
@@ -69,6 +133,9 @@ class Figures:
     cold_ms: list[float] = field(default_factory=list)
     first_ms: list[float] = field(default_factory=list)
     last_ms: list[float] = field(default_factory=list)
+    cold_tokens: list[int] = field(default_factory=list)
+    """Tokens of prompts that were computed: of each function's first request, and of the others."""
+    first_tokens: list[int] = field(default_factory=list)
     asked: int = 0
     """Keys in the typed part after which a suggestion was asked for."""
     shown: int = 0
@@ -135,7 +202,7 @@ async def edit_file(server: ReplayedServer, text: str, name: str, predicted: boo
     server.figures.edit_tokens.append(int(json.loads(answer)["usage"]["completion_tokens"]))
 
 
-def make_body(function: NewFunction, at: int, max_tokens: int) -> dict[str, Any]:
+def make_body(function: NewFunction, at: int, max_tokens: int, ring: Ring) -> dict[str, Any]:
     """Return llama.vim's request with the cursor after the first `at` characters of the function's body."""
     written = function.before + function.body[:at]
     lines = written.split("\n")
@@ -143,7 +210,8 @@ def make_body(function: NewFunction, at: int, max_tokens: int) -> dict[str, Any]
         "input_prefix": "".join(line + "\n" for line in lines[-PREFIX_LINES - 1 : -1]),
         "prompt": lines[-1],
         "input_suffix": "\n" + "".join(line + "\n" for line in function.after.split("\n")[:SUFFIX_LINES]),
-        "input_extra": [],
+        "input_extra": ring.get_extra(lines[-CHUNK_LINES // 2 :] + function.after.split("\n")[: CHUNK_LINES // 2]),
+        "id_slot": 0,
         "n_predict": max_tokens,
         "temperature": 0.0,
         "cache_prompt": True,
@@ -151,8 +219,10 @@ def make_body(function: NewFunction, at: int, max_tokens: int) -> dict[str, Any]
     }
 
 
-async def complete(address: ServerAddress, body: dict[str, Any], times: list[float]) -> str:
-    """Return a suggestion; `times` gets the seconds at which each of its pieces came. Raises OSError for a refusal."""
+async def complete(address: ServerAddress, body: dict[str, Any], times: list[float], computed: list[int] | None = None) -> str:
+    """Return a suggestion; `times` gets the seconds at which each of its pieces came, `computed` the number of the prompt's tokens that
+    were not taken from a cache. Raises OSError for a refusal.
+    """
     sent, text = time.perf_counter(), ""
     async with contextlib.aclosing(await Connection.open(address)) as connection:
         connection.send("/infill", body)
@@ -164,8 +234,26 @@ async def complete(address: ServerAddress, body: dict[str, Any], times: list[flo
             text += event.get("content", "")
             times.append(time.perf_counter() - sent)
             if event.get("stop"):
+                if computed is not None:
+                    computed.append(event["timings"]["prompt_n"])
                 break
     return text
+
+
+async def read_on(server: ReplayedServer, function: NewFunction, seconds: float) -> None:
+    """Open the function's file and read for some seconds, while the server is told of new chunks, which nobody waits for."""
+    ring, after = server.ring, function.after.split("\n")
+    ring.pick(function.path, function.before.split("\n")[-CHUNK_LINES // 2 :] + after[: CHUNK_LINES // 2], replaces=True)
+    tasks = []
+    for _ in range(round(seconds)):
+        await asyncio.sleep(1)
+        if ring.update():
+            body = {"id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": ring.get_extra(), "prompt": "", "n_predict": 0}
+            tasks.append(asyncio.create_task(fetch(server.address, "/infill", body)))
+    lines = function.before.split("\n")
+    ring.pick(function.path, lines[-SCOPE_LINES:-PREFIX_LINES], replaces=False)
+    ring.pick(function.path, after[SUFFIX_LINES : SUFFIX_LINES + CHUNK_LINES], replaces=False)
+    server.warm_ups += tasks
 
 
 async def wait_for_each(server: ReplayedServer, function: NewFunction, n_requests: int, max_tokens: int) -> None:
@@ -173,7 +261,8 @@ async def wait_for_each(server: ReplayedServer, function: NewFunction, n_request
     starts = [i for i in range(1, len(function.body)) if function.body[i - 1].isspace() and not function.body[i].isspace()]
     for n, at in enumerate([0, *common.pick_evenly(starts, n_requests)]):
         times: list[float] = []
-        await complete(server.address, make_body(function, at, max_tokens), times)
+        computed = server.figures.first_tokens if n else server.figures.cold_tokens
+        await complete(server.address, make_body(function, at, max_tokens, server.ring), times, computed)
         if n == 0:
             server.figures.cold_ms.append(times[-1] * 1e3)
         else:
@@ -205,7 +294,7 @@ async def type_body(
             await asyncio.sleep(pause)
         else:
             figures.asked += 1
-            task = asyncio.create_task(complete(server.address, make_body(function, at, max_tokens), []))
+            task = asyncio.create_task(complete(server.address, make_body(function, at, max_tokens, server.ring), []))
             await asyncio.wait([task], timeout=pause)
             if task.done():
                 shown = task.result()
@@ -231,6 +320,9 @@ class ReplayedServer:
     address: ServerAddress
     pid: int
     note: str = ""
+    ring: Ring = field(default_factory=lambda: Ring(0, 0))
+    warm_ups: list[asyncio.Task[Any]] = field(default_factory=list)
+    """Requests that nobody waits for."""
     figures: Figures = field(default_factory=Figures)
 
     def read_cpu_s(self) -> float:
@@ -246,7 +338,7 @@ def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]
         return
     if name not in ("on", "off", "store", "suffix-first", "as-sent", "predicted"):
         raise SystemExit(f"no contender named {name}")
-    settings: dict[str, Any] = {"max_model_len": CONTEXT} | ({"no_spec": True} if name == "off" else {})
+    settings: dict[str, Any] = {"max_model_len": RING_CONTEXT if args.ring else CONTEXT} | ({"no_spec": True} if name == "off" else {})
     settings |= {"threads": args.threads} if args.threads else {}
     settings |= {"fim_order": name} if name == "suffix-first" else {}
     settings |= {"fim_window": 0} if name == "as-sent" else {}
@@ -258,7 +350,7 @@ def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]
 @contextlib.contextmanager
 def _open_llama_server(spec_type: str, args: argparse.Namespace) -> Iterator[ReplayedServer]:
     command = [args.llama_server_python, str(Path(__file__).with_name("_llama_server.py")), args.model]
-    command += [str(args.threads or os.cpu_count()), str(CONTEXT), spec_type]
+    command += [str(args.threads or os.cpu_count()), str(RING_CONTEXT if args.ring else CONTEXT), spec_type]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:
@@ -278,6 +370,7 @@ def summarise(server: ReplayedServer) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "cold_s": round(statistics.median(f.cold_ms) / 1e3, 2) if f.cold_ms else None,
         "first_ms": [round(find_quantile(f.first_ms, q)) for q in (0.5, 0.95)] if f.first_ms else None,
+        "prompt_tokens": [round(statistics.fmean(each)) for each in (f.cold_tokens, f.first_tokens) if each],
         "last_ms": [round(find_quantile(f.last_ms, q)) for q in (0.5, 0.95)] if f.last_ms else None,
         "shown": round(f.shown / f.asked, 3) if f.asked else None,
         "asked": f.asked,
@@ -293,8 +386,14 @@ async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction
     """Have every server serve the writing of every function, in turns."""
     for n, (function, order) in enumerate(zip(functions, common.order_turns(list(servers), len(functions)), strict=True)):
         for name in order:
-            await wait_for_each(servers[name], function, args.requests, args.max_tokens)
-            await type_body(servers[name], function, args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
+            server = servers[name]
+            if args.ring:
+                await read_on(server, function, args.reading)
+            await wait_for_each(server, function, args.requests, args.max_tokens)
+            await type_body(server, function, args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
+            server.ring.leave(function)
+            await asyncio.gather(*server.warm_ups)  # the next server has the machine for itself
+            server.warm_ups.clear()
         common.say(f"{n + 1}/{len(functions)} functions: {function.name}")
     edits = find_edits(args.new, args.edits) if args.edits else []
     for n, ((text, changed), order) in enumerate(zip(edits, common.order_turns(list(servers), len(edits)), strict=True)):
@@ -312,6 +411,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--after-line", type=int, default=0, metavar="N", help="only functions below N lines: of more than 256, windows move"
     )
+    parser.add_argument("--ring", type=int, default=0, metavar="N", help="parts of other files that requests carry (llama.vim: 16)")
+    parser.add_argument("--reading", type=float, default=10.0, metavar="S", help="seconds before a function is begun, with --ring")
     parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
     parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed")
     parser.add_argument("--edits", type=int, default=0, help="whole files that are edited by chat")
@@ -333,11 +434,22 @@ def main() -> None:
         for name in args.contenders.split(","):
             common.say(f"starting {name}")
             servers[name] = stack.enter_context(open_server(name, args))
+            servers[name].ring = Ring(args.ring, args.seed)
         asyncio.run(replay(servers, functions, args))
         figures = {name: summarise(server) for name, server in servers.items()}
-    columns = ["cold_s", "first_ms", "last_ms", "shown", "accepted_chars", "typed_chars", "cpu_s_per_accepted_char", "edit_s"]
+    columns = [
+        "cold_s",
+        "first_ms",
+        "last_ms",
+        "prompt_tokens",
+        "shown",
+        "accepted_chars",
+        "typed_chars",
+        "cpu_s_per_accepted_char",
+        "edit_s",
+    ]
     common.print_table(["server", *columns], [[name, *(str(f.get(key)) for key in columns)] for name, f in figures.items()])
-    names = ("functions", "requests", "typed", "edits", "think", "max_tokens", "threads", "seed")
+    names = ("functions", "ring", "reading", "requests", "typed", "edits", "think", "max_tokens", "threads", "seed")
     settings = {name: getattr(args, name) for name in names} | {"old": args.old.name, "new": args.new.name}
     document = {"benchmark": "session", "model": Path(args.model).name, "figures": figures, "settings": settings}
     common.print_document(document | common.describe_machine("cpu", args.threads or os.cpu_count() or 0))

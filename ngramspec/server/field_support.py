@@ -152,7 +152,11 @@ _ROWS = (
         "prompt_cache_key prompt_cache_retention prompt_cache_options",
         "about the request: nothing is stored or passed on, requests run in the order in which they come",
     ),
-    _done(LLAMAS, "id_slot", "the slot whose tokens can be saved afterwards; it says nothing of where the request runs"),
+    _done(
+        LLAMAS,
+        "id_slot",
+        "the slot whose tokens can be saved afterwards; what computes a prompt alone (`n_predict` 0) ends once its slot is named again",
+    ),
     _accepted(V1, "id_slot", "there are no slots to choose"),
     _accepted(
         (CHAT,),

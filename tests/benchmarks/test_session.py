@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.session import find_accepted, find_edits, find_new_functions
+from benchmarks.session import Ring, find_accepted, find_edits, find_new_functions
 
 OLD = "def keep(text):\n    return text.strip()\n"
 NEW_BODY = """\
@@ -38,3 +38,15 @@ def test_edits_are_of_files_of_50_to_500_lines(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text(text + "# more\n" * 60)
     (tmp_path / "wrong.py").write_text("def (:\n" * 60)
     assert find_edits(tmp_path, 5) == [(text + "# more\n" * 60, "words")]
+
+
+def test_a_ring_keeps_the_latest_chunks_and_none_like_the_lines_at_the_cursor() -> None:
+    ring = Ring(4, seed=0)
+    texts = [[f"{name} = {i}" for i in range(40)] for name in "abcdef"]
+    for text in texts:
+        ring.pick("a.py", text, replaces=True)
+        ring.pick("a.py", text, replaces=True)
+        assert ring.update()
+        assert not ring.update()
+    assert [chunk["text"] for chunk in ring.get_extra()] == ["\n".join(text) + "\n" for text in texts[-4:]]
+    assert [chunk["text"][0] for chunk in ring.get_extra(texts[4])] == ["c", "d", "f"]

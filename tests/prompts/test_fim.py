@@ -283,6 +283,25 @@ def test_a_window_that_moves_down_a_file_keeps_the_beginning_of_its_prompt() -> 
         assert fim.prompt(prefix, "\n") == as_sent.prompt(prefix, "\n")
 
 
+def test_many_files_of_which_the_first_go_begin_with_the_same() -> None:
+    tokenizer = bytes_tokenizer(TOKENS["qwen"])
+    fim, as_sent = Fim.detect(tokenizer, window=256), Fim.detect(tokenizer)
+    assert fim is not None
+    assert as_sent is not None
+    files = [(f"{i}.py", f"x = {i}\n") for i in range(200)]
+    begins = []
+    for first in range(len(files) - 16):
+        given = files[first : first + 16]
+        prompt = tokenizer.decode(fim.prompt("a", "b", given))
+        shown = [f"{name}\n{text}" in prompt for name, text in given]
+        begins.append(first + shown.index(True))
+        assert all(shown[shown.index(True) :])
+        assert sum(shown) >= 4
+    assert sum(a != b for a, b in itertools.pairwise(begins)) < len(begins) / 5
+    assert fim.prompt("a", "b", files[:8]) == as_sent.prompt("a", "b", files[:8])
+    assert as_sent.prompt("a", "b", files[:16]) != fim.prompt("a", "b", files[:16])
+
+
 def test_a_window_that_is_cut_by_characters_begins_with_a_whole_line() -> None:
     text = "".join(f"def f{i}(x):\n" for i in range(300))
     fim = Fim.detect(bytes_tokenizer(TOKENS["qwen"]), window="any")

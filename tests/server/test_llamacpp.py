@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion, Delta, TokenLogprob
 from ngramspec.prompts.fim import Fim
+from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.llamacpp.answers import LlamaAnswer
@@ -217,6 +220,37 @@ def test_a_warm_up_computes_the_prompt_for_what_follows(editor: httpx.Client) ->
     second = post(editor, "/infill", {"input_prefix": "x = ", "input_suffix": "\n", "input_extra": chunks, "n_predict": 4})
     assert second["tokens_cached"] >= first["tokens_evaluated"] - 64
     assert second["timings"]["prompt_n"] == second["tokens_evaluated"] - second["tokens_cached"]
+
+
+@pytest.mark.parametrize(("slot", "ends"), [(0, True), (1, False), (-1, False)])
+def test_a_warm_up_ends_when_its_slot_is_asked_again(
+    editor: httpx.Client, fim_engine: Engine, monkeypatch: pytest.MonkeyPatch, slot: int, ends: bool
+) -> None:
+    """A client that moves on sends the next one while the first is computed, which would hold up what is waited for."""
+    forward, rows, began, asked = fim_engine.runner.forward, list[int](), threading.Event(), threading.Event()
+
+    def count_rows(batch: Batch) -> Any:
+        began.set()
+        assert asked.wait(20)
+        rows.append(len(batch.input_ids))
+        return forward(batch)
+
+    monkeypatch.setattr(fim_engine.runner, "forward", count_rows)
+    monkeypatch.setattr(fim_engine.core.scheduler, "max_rows", 256)
+    warm = {"id_slot": 0, "input_prefix": "", "input_suffix": "", "n_predict": 0, "speculation": False}
+    warm["input_extra"] = [{"text": f"{slot} of a file to be read\n" * 60, "filename": "warm.py"}]
+    other = {"id_slot": slot, "input_prefix": "a = ", "input_suffix": "\n", "n_predict": 1, "speculation": False}
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(post, editor, "/infill", warm)
+        assert began.wait(20)
+        second = pool.submit(post, editor, "/infill", other)
+        while not fim_engine.status().waiting and not second.done():
+            time.sleep(0.01)
+        asked.set()
+        answers = first.result(20), second.result(20)
+    assert answers[0]["content"] == ""
+    n_all = sum(answer["tokens_evaluated"] for answer in answers)
+    assert (sum(rows) < n_all - 500) == ends, (rows, n_all)
 
 
 def test_texts_inject_nothing(editor: httpx.Client, fim_engine: Engine) -> None:
