@@ -1,6 +1,6 @@
 """`python -m ngramspec` is the `ngramspec` command."""
 
-from ngramspec.cli.main import main
+from ngramspec.cli.main import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command()

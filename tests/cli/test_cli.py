@@ -201,6 +201,18 @@ def test_a_command_does_not_wait_for_the_others_to_be_imported() -> None:
     assert imported == "['ngramspec.cli', 'ngramspec.cli.common', 'ngramspec.cli.main']\n"
 
 
+def test_the_end_of_a_command_frees_nothing_object_by_object() -> None:
+    code = "import atexit, sys, ngramspec.cli.main as cli\nclass Held:\n    def __del__(self): print('freed', flush=True)\n"
+    code += "held, main = Held(), cli.main\ncli.main = lambda: (atexit.register(print, 'handled'), main())\n"
+    code += "sys.argv = ['ngramspec', *sys.argv[1:]]; cli.run_command()"
+    for argument, status in (("--version", 0), ("--nonsense", 2)):
+        done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.splitlines()[-1:]) == (status, ["handled"])
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code, "--version"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+
+
 def test_bytes_of_the_command_line_that_are_no_text(tmp_path: Path) -> None:
     command = [sys.executable.encode(), b"-m", b"ngramspec", b"complete", b"x \xff", b"-q"]
     done = subprocess.run(command, capture_output=True, check=False)
@@ -356,7 +368,7 @@ def test_what_is_no_form_is_told(
 @pytest.mark.parametrize("model", ["./nosuch", "none.gguf", "random:none", __file__, "a b"])
 def test_a_wrong_model_is_one_line_before_anything_is_imported(command: list[str], model: str) -> None:
     code = (
-        "import sys, runpy\nsys.argv[0] = 'ngramspec'\ntry: runpy.run_module('ngramspec', run_name='__main__')\n"
+        "import sys, ngramspec.cli.main as cli\nsys.argv[0] = 'ngramspec'\ntry: cli.main()\n"
         "finally: print(sorted({'torch', 'transformers', 'numba', 'fastapi'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code, *command, "--model", model], capture_output=True, text=True, check=False)
