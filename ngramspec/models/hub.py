@@ -20,7 +20,7 @@ GGUF_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?::(?P<tag>[\w.-]
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-\d{5}\.gguf", re.IGNORECASE)
 # Quantisations of which a repository's file is meant by a name without one, the first that is there; llama.cpp's begins alike.
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
-HUB_S = 10.0  # seconds for the hub to say which files a repository has; its client's default is to wait on
+HUB_S = 5.0  # seconds for the hub to say which files a repository has; its client's default is to wait on
 # Words in names of files that are no language models by themselves: projectors of images and sound, importance matrices.
 _BESIDE = ("mmproj", "imatrix")
 
@@ -80,22 +80,30 @@ def _find_files(wanted: GgufName) -> tuple[list[str], bool]:
     from huggingface_hub import errors as hub_errors
 
     with _translate_errors(wanted.name):
-        try:
-            # Asked once: `list_repo_files` tries again for 23 seconds if there is no connection.
-            about = huggingface_hub.HfApi().model_info(wanted.name, timeout=HUB_S)
-            files = [each.rfilename for each in about.siblings or ()]
-        except (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError):
-            raise
-        except Exception:
-            # The hub client raises its HTTP library's errors as they are.
+        files, unreachable = _ask_hub(wanted.name)
+        if unreachable is not None:
             try:
                 folder = Path(huggingface_hub.snapshot_download(wanted.name, local_files_only=True))
                 files = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
                 return select_files(wanted, files), True
             except (hub_errors.LocalEntryNotFoundError, ModelNotFoundError):
-                pass  # what the hub said matters
-            raise
+                raise unreachable from None  # what the hub said matters
     return select_files(wanted, files), False
+
+
+def _ask_hub(name: str) -> tuple[list[str], Exception | None]:
+    """Return the files of a repository, or what has kept the hub from telling them within HUB_S. Raises what it says of the name."""
+    import huggingface_hub
+    from huggingface_hub import errors as hub_errors
+
+    try:
+        # Asked once: `list_repo_files` tries again for 23 seconds if there is no connection, and waits on where nothing comes.
+        about = huggingface_hub.HfApi().model_info(name, timeout=HUB_S)
+    except (hub_errors.RepositoryNotFoundError, hub_errors.HFValidationError):
+        raise
+    except Exception as error:  # the hub client raises its HTTP library's errors as they are
+        return [], error
+    return [each.rfilename for each in about.siblings or ()], None
 
 
 def download_gguf(wanted: GgufName, progress: Progress | None = None) -> Path:
@@ -117,6 +125,7 @@ def download_folder(name: str, patterns: list[str], progress: Progress | None = 
     """Return the folder of a hub repository's files by these patterns, from the hub or its cache. Raises ModelNotFoundError."""
     import huggingface_hub
     import huggingface_hub.utils
+    from huggingface_hub import errors as hub_errors
 
     if progress:
         progress(f"looking up {name} on the hub")
@@ -124,7 +133,14 @@ def download_folder(name: str, patterns: list[str], progress: Progress | None = 
     huggingface_hub.utils.disable_progress_bars()
     try:
         with _translate_errors(name):
-            return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+            _, unreachable = _ask_hub(name)
+            offline, ignored = unreachable is not None, ["*/*", "consolidated*"]
+            try:
+                return Path(
+                    huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, local_files_only=offline)
+                )
+            except hub_errors.LocalEntryNotFoundError as error:
+                raise unreachable or error from None
     finally:
         if bars:
             huggingface_hub.utils.enable_progress_bars()

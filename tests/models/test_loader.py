@@ -8,11 +8,14 @@ import logging
 import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -25,10 +28,11 @@ import transformers
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import ModelNotFoundError, OutOfMemoryError, RemoteCodeError, TokenizerError, UnsupportedModelError
 from ngramspec.models import gguf as gguf_files
-from ngramspec.models import gguf_hf_mapping, loader, memory, start_cache
+from ngramspec.models import gguf_hf_mapping, hub, loader, memory, start_cache
 from ngramspec.models import smollm2 as smollm2_package
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.loader import LoadedModel, load_model, load_tokenizer
+from ngramspec.models.names import check_name
 
 
 def test_a_folder_loads_as_it_was_saved(saved: Path) -> None:
@@ -264,6 +268,7 @@ def test_a_hub_name_is_downloaded_without_code_or_pickles(saved: Path, monkeypat
         asked.update(options, name=name)
         return str(saved)
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: SimpleNamespace(siblings=[]))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert load_model("org/name").name == "org/name"
     assert asked["name"] == "org/name"
@@ -272,12 +277,23 @@ def test_a_hub_name_is_downloaded_without_code_or_pickles(saved: Path, monkeypat
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])
 def test_a_hub_out_of_reach(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(*_: Any, **__: Any) -> str:
+    def model_info(*_: Any, **__: Any) -> Any:
         raise huggingface_hub.errors.OfflineModeIsEnabled("offline mode is enabled")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     with pytest.raises(ModelNotFoundError, match=r"'org/name'.*offline mode is enabled"):
         load("org/name")
+
+
+@pytest.mark.parametrize("name", ["org/name", "org/name:Q4_K_M"])
+def test_a_hub_that_does_not_answer_is_given_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "HUB_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(ModelNotFoundError, match=r"'org/name'.*timed out"):
+            check_name(name)
+        assert time.monotonic() - started < 10, "the hub's client alone waits on"
 
 
 def test_smollm2_without_its_package_prints_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
