@@ -26,13 +26,13 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 def add_environment(given: dict[str, Any], command: str) -> None:
     """Add the engine's settings that variables give and no option does, as far as the command has them.
 
-    `given`: the values of options by setting, switches always. Raises BadInputError, also for a variable that is no setting of any command.
+    `given`: the values of options by setting. Raises BadInputError, also for a variable that is no setting of any command.
     """
     check_names(os.environ)
     for name, value in read_environment(EngineConfig, os.environ).items():
-        setting = options_of(EngineConfig)[name]
-        if (not setting.only or command in setting.only) and given.get(name, setting.default) == setting.default:
-            given[name] = value
+        only = options_of(EngineConfig)[name].only
+        if not only or command in only:
+            given.setdefault(name, value)
 
 
 def read_environment(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:

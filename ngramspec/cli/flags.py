@@ -34,9 +34,9 @@ Model = Annotated[str, option(ENGINE, MODEL_HELP, "--model", "-m", envvar="NGRAM
 def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of tables of settings, which are dataclasses (see `options`), or TypedDicts of typer's options.
 
-    Each of `tables` stands for a parameter of the decorated function, which is called with a dict of values by field for it: of what was
-    given and, of a dataclass, of every switch. `--help` shows its options at the parameter's place. A value that a dataclass's field does
-    not accept is a BadInputError that names its option, or an InvalidInputError of the dataclass.
+    Each of `tables` stands for a parameter of the decorated function, which is called with a dict of what was given, by field, for it.
+    `--help` shows its options at the parameter's place. A value that a dataclass's field does not accept is a BadInputError that names its
+    option, or an InvalidInputError of the dataclass.
     """
     options = {
         name: [each for each in options_of(table).values() if each.flags is not None and (not each.only or command in each.only)]
@@ -115,14 +115,14 @@ def _rank(parameter: inspect.Parameter) -> int:
 
 
 def _given(options: list[Option], values: dict[str, Any], context: typer.Context) -> dict[str, Any]:
-    """Takes the values of these options out of `values`; returns every switch, and of the others what was given."""
+    """Take the values of these options out of `values`, and return those that were given."""
     given = {}
     for each in options:
         value, flag = values.pop(each.name), _flags(each)[0]
+        if (source := context.get_parameter_source(each.name)) is None or source.name == "DEFAULT":
+            continue
         if isinstance(each.kind, Flag):
             value = value != _is_negative(each)
-        elif (source := context.get_parameter_source(each.name)) is None or source.name == "DEFAULT":
-            continue
         if each.metavar == _SIZE:
             value = parse_size(value, flag)
         check_text(value, flag)

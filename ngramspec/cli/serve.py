@@ -98,7 +98,8 @@ def serve(
     settings = _make_settings(server_settings)
     add_environment(engine_settings, "serve")
     tenants = {key.name for key in settings.api_keys}
-    engine_settings["recycle"] &= share_candidates or len(tenants) < 2
+    if len(tenants) > 1 and not share_candidates:
+        engine_settings["recycle"] = False
     engine = engine_settings | drafts.draft_settings(**drafters)
     engine["datastore"] = parse_stores(datastore or ())
     if repo and "alone" in drafters:

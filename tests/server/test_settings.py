@@ -123,9 +123,11 @@ def test_options_reach_the_server_and_the_engine(ran: list[Any], monkeypatch: py
     monkeypatch.setenv("NGRAMSPEC_PORT", "1")
     monkeypatch.setenv("NGRAMSPEC_MAX_QUEUE", "7")
     monkeypatch.setenv("NGRAMSPEC_MODEL", "from-the-environment")
+    monkeypatch.setenv("NGRAMSPEC_MAX_ORDER", "7")
+    monkeypatch.setenv("NGRAMSPEC_SPEC_LENGTH", "8")
     stores = ["-d", f"code={tmp_path}/one", "-d", f"{tmp_path}/code", "-d", f"{tmp_path}/odd name"]
     options = ["--port", "2", "--api-key", "a:first-key-1", "--api-key", "second-key", "--kv-memory", "2G", "--no-prefix-cache", *stores]
-    result = serve(*options, "--pad-stream", "25", "--spec-rows", "9", "--cors-origin", "https://a.example")
+    result = serve(*options, "--pad-stream", "25", "--spec-rows", "9", "--spec-length", "64", "--cors-origin", "https://a.example")
     assert result.exit_code == 0, result.output
     ((model, engine, settings, trees, with_installed, _),) = ran
     assert (trees, with_installed) == ({}, False)
@@ -134,6 +136,7 @@ def test_options_reach_the_server_and_the_engine(ran: list[Any], monkeypatch: py
     assert opened(settings) == {"a": ("first-key-1", False, None), "key2": ("second-key", False, None)}
     assert engine["datastore"] == {"code": f"{tmp_path}/one", "code-2": f"{tmp_path}/code", "odd_name": f"{tmp_path}/odd name"}
     assert (engine["kv_memory"], engine["spec_rows"], engine["prefix_cache"], engine["recycle"]) == (2 << 30, 9, False, False)
+    assert (engine["max_order"], engine["spec_length"]) == (7, 64), "an option goes before its variable, also with the default's value"
     assert "max_seqs" not in engine, "the engine knows its own defaults"
 
 
@@ -150,7 +153,7 @@ def test_options_reach_the_server_and_the_engine(ran: list[Any], monkeypatch: py
 )
 def test_candidates_are_shared_among_one(ran: list[Any], options: list[str], recycle: bool) -> None:
     assert serve(*options).exit_code == 0
-    assert ran[0][1]["recycle"] is recycle
+    assert ran[0][1].get("recycle", True) is recycle
 
 
 @pytest.mark.parametrize(
