@@ -179,7 +179,7 @@ def wait_for(device: str) -> None:
 def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
     """Read the prompts of a JSONL file, in its order. A row has `prompt` (text or token ids) or `messages`, of which the first turn counts.
 
-    With `suffix` it asks for the text between `prompt` and `suffix`. Raises ValueError for a row that has none of these, naming it.
+    With `suffix` it asks for the text between `prompt`, which is text and may be empty, and `suffix`. Raises ValueError, naming the row.
     """
     prompts: list[Prompt] = []
     with path.open(encoding="utf-8") as file:
@@ -208,17 +208,22 @@ def pick_fitting(prompts: list[Prompt], max_tokens: int, max_model_len: int) -> 
 
 def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
     row = json.loads(line)
-    if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
+    if not isinstance(row, dict) or not (isinstance(row.get("prompt"), (str, list)) or row.get("messages")):
         raise ValueError(f"{where}: a row must have `prompt` (text or token ids) or `messages`")
-    name = str(row.get("id", where))
-    if row.get("messages"):
-        return Prompt(name, encode_chat(get_first_turn(row["messages"]), tokenizer))
-    prompt = row["prompt"]
-    if row.get("suffix") is not None:
+    prompt, messages, suffix = row.get("prompt"), row.get("messages"), row.get("suffix")
+    if suffix is not None:
+        if messages or not isinstance(prompt, str):
+            raise ValueError(f"{where}: a row with a `suffix` must have a `prompt` of text")
         if (fim := Fim.detect(tokenizer)) is None:
             raise ValueError(f"{where}: the row has a `suffix`, and the model has no tokens to fill in the middle")
-        return Prompt(name, fim.prompt(prompt, row["suffix"]))
-    return Prompt(name, list(prompt) if isinstance(prompt, list) else tokenizer(prompt)["input_ids"])
+        ids = fim.prompt(prompt, suffix)
+    elif messages:
+        ids = encode_chat(get_first_turn(messages), tokenizer)
+    else:
+        ids = prompt if isinstance(prompt, list) else tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ValueError(f"{where}: the prompt has no tokens")
+    return Prompt(str(row.get("id", where)), ids)
 
 
 def get_first_turn(messages: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -114,6 +114,13 @@ def test_a_row_with_a_suffix_asks_for_the_middle(tmp_path: Path) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]})
     begin, hole, end = tokenizer.convert_tokens_to_ids(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
     assert common.read_prompts(path, tokenizer)[0].ids == [begin, 97, hole, 98, end]
+    path = write_rows(tmp_path, [{"prompt": "", "suffix": "b"}])
+    assert common.read_prompts(path, tokenizer)[0].ids == [begin, hole, 98, end]
+    for wrong in ({"prompt": [97], "suffix": "b"}, {"messages": [{"role": "user", "content": "a"}], "suffix": "b"}):
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*`suffix` must have a `prompt` of text"):
+            common.read_prompts(write_rows(tmp_path, [wrong]), tokenizer)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: the prompt has no tokens"):
+        common.read_prompts(write_rows(tmp_path, [{"prompt": ""}]), tokenizer)
 
 
 def test_a_row_without_a_prompt_is_named(tmp_path: Path, tokenizer: Any) -> None:
