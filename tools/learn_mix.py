@@ -214,17 +214,14 @@ class Samples(NamedTuple):
 
 
 @njit(nogil=True)
-def _sample(
-    states, answers, contexts, recycled, nodes, external, n_drafters, weights, calibration, source_map, scratch, history, output, top,
-    logits, ends, samples, position,
-):  # fmt: skip
+def _sample(draft_state, external, n_drafters, history, output, top, logits, ends, samples, position):
     """Follow one output token by token, take samples and return their number. `external`: a tree per position, or none."""
     n = 0
-    state, keys = states[0], np.empty(len(contexts) + 1, np.uint64)
-    known = answers[state[ngram_table.OUTPUT_CACHE_ROW]]
+    arrays = tree_builder.view_draft_state(draft_state)
+    state, nodes, keys = arrays.states[0], arrays.nodes, np.empty(len(arrays.contexts) + 1, np.uint64)
     cursor, look_back = nodes.cursor[0], np.empty(tree_builder.RESYNC_TOKENS, np.int32)
     for i in range(len(output) + ends):
-        seq = ngram_table.view_arrays(state, contexts)
+        seq = ngram_table.view_arrays(state, arrays.contexts)
         nodes.hit_history[0] = state[ngram_table.HIT_HISTORY]
         cursor[0], cursor[1], cursor[2] = state[ngram_table.COPY_AT], state[ngram_table.COPY_MATCHED], state[ngram_table.COPY_MISSES]
         cursor[3], cursor[4], cursor[5] = (
@@ -234,10 +231,7 @@ def _sample(
         )
         for d in range(n_drafters):
             nodes.external[0, d] = -1 if external.start[i + 1] > external.start[i] else -2
-        tree_builder.score_candidates(
-            state, seq, known, ngram_table.view_arrays(known, contexts), recycled, nodes, 0, 0, external, i * n_drafters, n_drafters,
-            weights, calibration, source_map, scratch,
-        )  # fmt: skip
+        tree_builder.score_candidates(arrays, state, 0, 0, external, i * n_drafters, n_drafters)
         truth = output[i] if i < len(output) else -1
         for c in range(nodes.n[0]):
             for g in range(samples.state.shape[1]):
@@ -251,7 +245,7 @@ def _sample(
         if len(top):
             last = seq.tokens[(state[ngram_table.LENGTH] - 1) & (len(seq.tokens) - 1)]
             before = seq.tokens[(state[ngram_table.LENGTH] - 2) & (len(seq.tokens) - 1)]
-            features.record_topk(recycled, np.int64(before), np.int64(last), top[i], logits[i])
+            features.record_topk(arrays.recycled, np.int64(before), np.int64(last), top[i], logits[i])
         copied = tree_builder.follow_copy(state, seq, cursor[0], cursor[1], cursor[2], truth)
         state[ngram_table.COPY_AT], state[ngram_table.COPY_MATCHED], state[ngram_table.COPY_MISSES] = copied
         ahead = tree_builder.follow_prediction(state, cursor[3], cursor[4], cursor[5], truth)
@@ -271,11 +265,7 @@ def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, externa
         np.empty(rows, np.bool_),
         np.empty(rows, np.int32),
     )
-    n = _sample(
-        tables._states, tables._output_cache.states, tables._contexts, tables._recycled, tables._nodes, external, n_drafters,
-        tables.weights, tables._calibration, proposer.SOURCE_MAP, tables._scratch, tables.history, t.output, t.top, t.logits, ends,
-        samples, position,
-    )  # fmt: skip
+    n = _sample(tables._draft_state, external, n_drafters, tables.history, t.output, t.top, t.logits, ends, samples, position)
     return Samples(*(a[:n] for a in samples))
 
 

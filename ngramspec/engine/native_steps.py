@@ -187,14 +187,14 @@ def _find_functions(state: Any, inputs: Any, draft_state: Any) -> None:
 def find_build_trees(draft_state: Any) -> int:
     """Return the address of `build_trees`. Compiles what is not on disk."""
     external = ExternalTrees(_INTS, _IDS, _IDS, np.empty(0, np.int16))
-    return find_address(tree_builder.build_trees, draft_state, _IDS, _IDS, np.empty(0), 0, 0, 0.0, 0, False, external, 0)
+    return find_address(tree_builder.build_trees, draft_state, _IDS, _IDS, np.empty(0), 0, 0, 0.0, False, external)
 
 
 def find_update(draft_state: Any) -> int:
     """Return the address of `update`. Compiles what is not on disk."""
     top = np.empty((0, 0), np.int32)
     seen = np.empty((0, 3), np.int64), _INTS, _IDS, _IDS, _IDS, _IDS, top, top.astype(np.float32)
-    return find_address(tree_builder.update, draft_state, _IDS, 0, _INTS, _IDS, _INTS, _IDS, 0, 0, *seen)
+    return find_address(tree_builder.update, draft_state, _IDS, 0, (_INTS, _IDS, _INTS, _IDS), 0, 0, seen)
 
 
 def _list_learn_examples(state: Any, inputs: Any) -> tuple[Any, ...]:

@@ -123,12 +123,13 @@ def draft_trees(t):
     for b in range(B):
         if wanted[b]:
             seq = table[b]
-            slots[k], depths[k], room[k] = seq.slot, seq.limit - seq.n_tokens - 1, BLOCK * t.n_blocks_of[seq.slot] - seq.n_tokens
+            slots[k], depths[k] = seq.slot, min(seq.limit - seq.n_tokens - 1, spec_length)
+            room[k] = BLOCK * t.n_blocks_of[seq.slot] - seq.n_tokens
             k += 1
     external = ExternalTrees(t.start, t.tokens, t.parents, t.codes)
     start, tokens, parents, probs, sources = call_at(
         tree_builder.build_trees, t.functions[BUILD_TREES],
-        (t.draft_state, slots, depths, t.cost_ms, B, max_nodes, threshold, spec_length, chains, external, _NO_DRAFTERS),
+        (t.draft_state, slots, depths, t.cost_ms, B, max_nodes, threshold, chains, external),
     )  # fmt: skip
     n_nodes = np.zeros(B, np.int64)
     k = to = 0
@@ -260,7 +261,7 @@ def learn_verified(t, p, before, appended, accepted, tokens, nodes):
     accepted_tokens = (new_start[: going_on + 1], new, path_start[: going_on + 1], path)
     n_updated = call_at(
         tree_builder.update, t.functions[UPDATE],
-        (t.draft_state, slots[:going_on], _FIRST, *accepted_tokens, history, _NO_DRAFTERS, *rows),
+        (t.draft_state, slots[:going_on], _FIRST, accepted_tokens, history, _NO_DRAFTERS, rows),
     )  # fmt: skip
     if n_updated < going_on:
         raise RuntimeError("tables without room")

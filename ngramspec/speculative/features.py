@@ -25,7 +25,18 @@ import numpy as np
 
 from ngramspec.datastore.code_cache import njit
 from ngramspec.outputs import KEPT
-from ngramspec.speculative.ngram_table import GAP_REACH, LADDER, LENGTH, REACH, START, look_up, look_up_gap
+from ngramspec.speculative.ngram_table import (
+    GAP_REACH,
+    LADDER,
+    LENGTH,
+    OUTPUT_CACHE_ROW,
+    REACH,
+    START,
+    look_up,
+    look_up_gap,
+    view_arrays,
+    view_prediction,
+)
 
 DATASTORE = 0  # the external drafter whose weights are shipped
 MAX_DRAFTERS = 4  # external ones
@@ -350,12 +361,14 @@ def _count_events(seq, nodes, q, n, k, at, alike_longer, scratch):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def extract_features(state, seq, cached_state, cached, prediction, recycled, nodes, r, first, external, tree, n_drafters, scratch):
-    """Collect the candidates below node r and every group's state of them.
+def extract_features(arrays, state, r, first, external, tree, n_drafters):
+    """Collect the candidates below node r of the sequence with this state, and every group's state of them.
 
-    `first` is the root's row, `tree` the first external tree, `cached` the tables of earlier outputs, `prediction` [N] int32 the predicted
-    output.
+    arrays: `tree_builder.DraftArrays`; first: the root's row; tree: the first of the sequence's `n_drafters` external trees.
     """
+    nodes, recycled, scratch, prediction = arrays.nodes, arrays.recycled, arrays.scratch, view_prediction(state)
+    cached_state = arrays.output_caches[state[OUTPUT_CACHE_ROW]]
+    seq, cached = view_arrays(state, arrays.contexts), view_arrays(cached_state, arrays.contexts)
     tokens, mask, K, q = seq.tokens, len(seq.tokens) - 1, len(seq.contexts) + 1, r * MAX_CANDIDATES
     heads, totals, runs, visits, seen = scratch.heads, scratch.totals, scratch.runs, scratch.visits, scratch.seen
     n_recent = _read_recent(state, seq, nodes, r, first, scratch.recent)
@@ -380,7 +393,7 @@ def extract_features(state, seq, cached_state, cached, prediction, recycled, nod
         if k < others:
             n = _count_events(cached, nodes, q, n, k, K + k, k < others - 1, scratch)
     if gap:
-        n = _count_events(seq, nodes, q, n, K - 1, K - 1, False, scratch)
+        n = _count_events(seq, nodes, q, n, K - 1, K - 1, np.bool_(False), scratch)
     one = pair = False
     if n_recent and 0 <= scratch.recent[0] < len(recycled.tokens):
         if n_recent > 1 and len(recycled.keys):

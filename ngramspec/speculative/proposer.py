@@ -226,26 +226,24 @@ class Proposer(Speculator):
         """Return trees of the nodes that pay for their time."""
         slots = np.ascontiguousarray(slots, np.int32)
         stored = self._search_datastore(self.datastore, slots, max_depth, threshold) if self.datastore is not None else None
-        external, n_drafters = self._collect_external(slots, max_depth, max_nodes, stored)
+        external = self._collect_external(slots, max_depth, max_nodes, stored)
         start, tokens, parents, probs, sources = tree_builder.build_trees(
             self._draft_state,
             slots,
-            np.ascontiguousarray(max_depth, np.int32),
+            np.minimum(max_depth, self.spec_length, dtype=np.int32),
             np.ascontiguousarray(cost_ms, np.float64),
             base_rows,
             max_nodes,
             float(threshold),
-            self.spec_length,
             self.chains,
             external,
-            n_drafters,
         )
         cuts = start.tolist()
         trees = [DraftTree(tokens[a:b], parents[a:b], probs[a:b], sources[a:b]) for a, b in itertools.pairwise(cuts)]
         if stored is not None and len(stored.tokens):
             self._set_store_positions(slots, trees, stored)
         self._pass_ms = float(cost_ms[min(base_rows + cuts[-1], len(cost_ms) - 1)])
-        if n_drafters > 1:
+        if self._n_external > 1:
             self._last_trees = dict(zip(slots.tolist(), trees, strict=True))
         return trees
 
@@ -262,9 +260,10 @@ class Proposer(Speculator):
                 self._call_drafter(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), likely)
         new_start, new = _concatenate(accepted)
         path_start, path = _concatenate(paths)
+        verified = new_start, new, path_start, path
         b = 0
         while True:
-            b = tree_builder.update(self._draft_state, slots, b, new_start, new, path_start, path, self.history, self._n_external, *rows)
+            b = tree_builder.update(self._draft_state, slots, b, verified, self.history, self._n_external, rows)
             if b == len(slots):
                 break
             self._own.enlarge(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
@@ -406,13 +405,12 @@ class Proposer(Speculator):
             self.drafters[d] = None
             return None
 
-    def _collect_external(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> tuple[ExternalTrees, int]:
-        """Return all trees that come from outside the tables, sequence by sequence, and how many each sequence has (0: none)."""
+    def _collect_external(self, slots: np.ndarray, max_depth: np.ndarray, budget: int, stored: Drafts | None) -> ExternalTrees:
+        """Return all trees that come from outside the tables, sequence by sequence; set `_n_external`, how many each has."""
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
         self._n_external = 1 + len(self.drafters) if active else int(stored is not None)
         if not active:
-            trees = NO_EXTERNAL if stored is None else ExternalTrees(stored.start, stored.tokens, stored.parents, stored.codes)
-            return trees, self._n_external
+            return NO_EXTERNAL if stored is None else ExternalTrees(stored.start, stored.tokens, stored.parents, stored.codes)
         D, seqs = self._n_external, slots.tolist()
         parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(_NO_TOKENS, _NO_TOKENS, _NO_CODES)] * (D * len(seqs))
         if stored is not None:
@@ -429,7 +427,7 @@ class Proposer(Speculator):
                     parts[b * D + 1 + d] = np.asarray(tree.tokens, np.int32), np.asarray(tree.parents, np.int32), _encode_probs(tree)
         bounds = np.zeros(len(parts) + 1, np.int64)
         bounds[1:] = np.cumsum([len(tokens) for tokens, _, _ in parts])
-        return ExternalTrees(bounds, *map(np.concatenate, zip(*parts, strict=True))), D
+        return ExternalTrees(bounds, *map(np.concatenate, zip(*parts, strict=True)))
 
     def _set_store_positions(self, slots: np.ndarray, trees: list[DraftTree], stored: Drafts) -> None:
         """Set the store positions of the nodes that the datastore has, too."""

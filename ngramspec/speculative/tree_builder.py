@@ -23,11 +23,14 @@ from numba.experimental import structref
 from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.numba_intrinsics import unowned_views
 from ngramspec.speculative.budget.marginal_cost import can_pay, lower_hull, pass_costs
-from ngramspec.speculative.calibration import count_node, get_odds_against, record_candidate
+from ngramspec.speculative.calibration import Calibration, count_node, get_odds_against, record_candidate
 from ngramspec.speculative.features import (
     BIAS,
     EXTERNAL,
     MAX_CANDIDATES,
+    Nodes,
+    Recycled,
+    Scratch,
     extract_features,
     push_hit,
     record_batch_topk,
@@ -40,7 +43,6 @@ from ngramspec.speculative.ngram_table import (
     LENGTH,
     N_DRAFTED,
     N_SIMILAR,
-    OUTPUT_CACHE_ROW,
     PREDICTION_AT,
     PREDICTION_LENGTH,
     PREDICTION_MATCHED,
@@ -87,20 +89,33 @@ class TokenBans(NamedTuple):
     codes: np.ndarray  # [S, G] int64
 
 
+class DraftArrays(NamedTuple):
+    """All arrays of a proposer that stay the same from step to step."""
+
+    states: np.ndarray  # [S, ..] int64, a row per slot: see `ngram_table`
+    output_caches: np.ndarray  # the same for the tables of each tenant's earlier outputs
+    contexts: np.ndarray  # [K] int32, the context lengths that the tables have
+    nodes: Nodes
+    weights: Weights
+    bans: TokenBans
+    recycled: Recycled
+    calibration: Calibration
+    source_map: SourceMap
+    rates: np.ndarray  # [2] float64, online learning rates of mix and states
+    scratch: Scratch
+
+
 @structref.register
 class DraftStateType(types.StructRef):
     pass
 
 
 class DraftState(structref.StructRefProxy):
-    """All arrays of a proposer that stay the same from step to step, passed to compiled code as one argument: numba would look up and
-    unpack fifty separate ones at every call, which costs more than the work itself."""
+    """The members of `DraftArrays`, passed to compiled code as one argument: numba would look up and unpack fifty separate ones at every
+    call, which costs more than the work itself."""
 
 
-_DRAFT_STATE_FIELDS = (
-    "states", "output_caches", "contexts", "nodes", "weights", "bans", "recycled", "calibration", "source_map", "rates", "scratch",
-)  # fmt: skip
-structref.define_proxy(DraftState, DraftStateType, list(_DRAFT_STATE_FIELDS))
+structref.define_proxy(DraftState, DraftStateType, list(DraftArrays._fields))
 
 
 @njit(cache=True, nogil=True)
@@ -109,24 +124,24 @@ def new_draft_state(*members):
     return DraftState(*members)
 
 
-@njit(cache=True, nogil=True)
-def _view_arrays(draft_state):
-    """Return the arrays without reference counts: valid while the caller holds the originals."""
-    states, contexts = unowned_views((draft_state.states, draft_state.contexts))
-    learned = unowned_views(draft_state.weights), unowned_views(draft_state.calibration)
-    return states, contexts, unowned_views(draft_state.nodes), unowned_views(draft_state.scratch), *learned
+@njit(cache=True, nogil=True, forceinline=True)
+def view_draft_state(d):
+    """Return the `DraftArrays` of a DraftState without reference counts: valid while the caller holds the originals."""
+    states, output_caches, contexts, rates = unowned_views((d.states, d.output_caches, d.contexts, d.rates))
+    return DraftArrays(
+        states, output_caches, contexts, unowned_views(d.nodes), unowned_views(d.weights), unowned_views(d.bans),
+        unowned_views(d.recycled), unowned_views(d.calibration), unowned_views(d.source_map), rates, unowned_views(d.scratch),
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def score_candidates(
-    state, seq, cached_state, cached, recycled, nodes, r, first, external, tree, n_drafters, weights, calibration, source_map, scratch
-):
-    """Write the probability of each candidate of node r, and the source that contributes most to it."""
-    extract_features(
-        state, seq, cached_state, cached, view_prediction(state), recycled, nodes, r, first, external, tree, n_drafters, scratch
-    )
+def score_candidates(arrays, state, r, first, external, tree, n_drafters):
+    """Write the probability of each candidate of node r, and the source that contributes most to it. Parameters: see `extract_features`."""
+    nodes, weights, source_map = arrays.nodes, arrays.weights, arrays.source_map
+    extract_features(arrays, state, r, first, external, tree, n_drafters)
+    tokens = view_arrays(state, arrays.contexts).tokens
     q, n, w, at = r * MAX_CANDIDATES, nodes.n[r], nodes.set[r], nodes.cursor[r, 0]
-    copied = seq.tokens[at & (len(seq.tokens) - 1)] if 0 <= at < state[N_SIMILAR] else np.int32(-1)
+    copied = tokens[at & (len(tokens) - 1)] if 0 <= at < state[N_SIMILAR] else np.int32(-1)
     kind, spread = min(state[TEMPERATURE], 1), 1.0 + TEMPERATURE_SPREAD * min(state[TEMPERATURE] / 1000, 1.5)
     total, best = 0.0, -1.0
     for c in range(q, q + n):
@@ -140,7 +155,7 @@ def score_candidates(
         if who == source_map.own and copied == nodes.cand_token[c]:
             who = source_map.similar
         raw = 1.0 / (1.0 + math.exp(-min(max(dot, -9.0), 9.0) / (spread if dot > 0.0 else 1.0)))
-        p = 1.0 / (1.0 + max(get_odds_against(calibration, kind, who, raw), 1e-4))
+        p = 1.0 / (1.0 + max(get_odds_against(arrays.calibration, kind, who, raw), 1e-4))
         nodes.cand_raw[c], nodes.cand_source[c] = raw, who
         nodes.cand_prob[c] = p
         total += p
@@ -271,48 +286,93 @@ def follow_output(state, output):
         )
 
 
+@njit(cache=True, nogil=True, forceinline=True)
+def _begin_tree(nodes, state, first, external, tree, n_drafters):
+    """Write a tree's root to row `first` of the nodes."""
+    nodes.depth[first], nodes.prob[first] = 0, 1.0
+    nodes.cursor[first, 0], nodes.cursor[first, 1], nodes.cursor[first, 2] = state[COPY_AT], state[COPY_MATCHED], state[COPY_MISSES]
+    nodes.cursor[first, 3], nodes.cursor[first, 4] = state[PREDICTION_AT], state[PREDICTION_MATCHED]
+    nodes.cursor[first, 5] = state[PREDICTION_MISSES]
+    nodes.hit_history[first] = state[HIT_HISTORY]
+    for d in range(n_drafters):
+        nodes.external[first, d] = -1 if external.start[tree + d + 1] > external.start[tree + d] else -2
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _add_node(nodes, r, candidate, p, first, external, tree, n_drafters):
+    """Write a candidate to row r as a node, not scored yet, with path probability p."""
+    above, token = candidate // MAX_CANDIDATES, nodes.cand_token[candidate]
+    nodes.token[r], nodes.parent[r], nodes.depth[r], nodes.prob[r] = token, above - first, nodes.depth[above] + 1, p
+    nodes.source[r] = nodes.cand_source[candidate]
+    for d in range(n_drafters):
+        nodes.external[r, d] = -2
+        here, start, end = nodes.external[above, d], external.start[tree + d], external.start[tree + d + 1]
+        for i in range(start + here + 1 if here > -2 else end, end):
+            if external.parents[i] == here and external.tokens[i] == token:
+                nodes.external[r, d] = i - start
+                break
+    nodes.n[r] = -1
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _follow_texts(nodes, state, seq, r, candidate):
+    """Advance what node r goes by from its parent's: the positions in the copied text and the predicted output, and the hit history."""
+    above, token, cursor = candidate // MAX_CANDIDATES, nodes.token[r], nodes.cursor
+    cursor[r, 0], cursor[r, 1], cursor[r, 2] = follow_copy(state, seq, cursor[above, 0], cursor[above, 1], cursor[above, 2], token)
+    cursor[r, 3], cursor[r, 4], cursor[r, 5] = follow_prediction(state, cursor[above, 3], cursor[above, 4], cursor[above, 5], token)
+    nodes.hit_history[r] = push_hit(nodes.hit_history[above], nodes.top[above] == candidate % MAX_CANDIDATES)
+
+
 @njit(cache=True, nogil=True)
-def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, threshold, spec_length, chains, external, n_drafters):
+def _collect_trees(nodes, states, slots, owner):
+    """Return the trees as `build_trees` does. owner [N] int64: the batch index of each node, in the order in which they were added."""
+    B, n = len(slots), len(owner)
+    start = np.zeros(B + 1, np.int64)
+    for b in owner:
+        start[b + 1] += 1
+    tokens, parents = np.empty(n, np.int32), np.empty(n, np.int32)
+    probs, sources = np.empty(n, np.float32), np.empty(n, np.uint8)
+    for b in range(B):
+        if states[slots[b], N_DRAFTED] >= 0:
+            states[slots[b], N_DRAFTED] = start[b + 1]
+        start[b + 1] += start[b]
+        r = slots[b] * (len(nodes.token) // len(states)) + 1
+        for o in range(start[b], start[b + 1]):
+            tokens[o], parents[o], probs[o], sources[o] = nodes.token[r], nodes.parent[r] - 1, nodes.prob[r], nodes.source[r]
+            r += 1
+    return start, tokens, parents, probs, sources
+
+
+@njit(cache=True, nogil=True)
+def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, threshold, chains, external):
     """Draft for every slot: return start [B+1] int64, tokens [N] int32, parents [N] int32, probs [N] float32, sources [N] uint8.
 
     Tree b is start[b] .. start[b + 1]; parents count from its own first node. `threshold`: tokens per millisecond that a node must earn,
     0: the pass's own best rate. `chains`: no node has a sibling.
     """
-    states, contexts, nodes, scratch, weights, calibration = _view_arrays(draft_state)
-    (output_caches,) = unowned_views((draft_state.output_caches,))
-    source_map, bans = unowned_views(draft_state.source_map), unowned_views(draft_state.bans)
-    external, recycled = unowned_views(external), unowned_views(draft_state.recycled)
+    arrays, external = view_draft_state(draft_state), unowned_views(external)
+    states, nodes, bans = arrays.states, arrays.nodes, arrays.bans
     B, R = len(slots), len(nodes.token) // len(states)
+    D = (len(external.start) - 1) // max(B, 1)  # external trees per slot
     limit = max(min(max_nodes, B * (R - 1)), 0)
     costs = pass_costs(cost_ms, base_rows, limit)
     hull = lower_hull(np.arange(len(costs)), costs)
-    expected, taken, kept, reach = float(B), 0, 0, limit
+    expected, taken, kept, reach = float(B), np.int64(0), 0, limit  # numba compiles what a literal 0 is passed to once more
     rate = threshold if threshold > 0.0 else expected / costs[0]
     best = expected - rate * costs[0]
-    keys, refs, size = np.empty((limit + B) * MAX_CANDIDATES), np.empty((limit + B) * MAX_CANDIDATES, np.int64), 0
+    keys, refs, size = np.empty((limit + B) * MAX_CANDIDATES), np.empty((limit + B) * MAX_CANDIDATES, np.int64), np.int64(0)
     batch_of = np.empty(len(states), np.int64)
     drafted = np.zeros(B, np.int64)
     owner = np.empty(limit, np.int64)
     for b in range(B):
-        slot = slots[b]
+        slot = np.int64(slots[b])
         state, first = states[slot], slot * R
         batch_of[slot] = b
         state[N_DRAFTED] = -1
-        if min(max_depth[b], spec_length) < 1 or limit == 0:
+        if max_depth[b] < 1 or limit == 0:
             continue
-        nodes.depth[first], nodes.prob[first] = 0, 1.0
-        nodes.cursor[first, 0], nodes.cursor[first, 1], nodes.cursor[first, 2] = state[COPY_AT], state[COPY_MATCHED], state[COPY_MISSES]
-        nodes.cursor[first, 3], nodes.cursor[first, 4] = state[PREDICTION_AT], state[PREDICTION_MATCHED]
-        nodes.cursor[first, 5] = state[PREDICTION_MISSES]
-        nodes.hit_history[first] = state[HIT_HISTORY]
-        for d in range(n_drafters):
-            tree = b * n_drafters + d
-            nodes.external[first, d] = -1 if external.start[tree + 1] > external.start[tree] else -2
-        cached_state = output_caches[state[OUTPUT_CACHE_ROW]]
-        score_candidates(
-            state, view_arrays(state, contexts), cached_state, view_arrays(cached_state, contexts), recycled,
-            nodes, first, first, external, b * n_drafters, n_drafters, weights, calibration, source_map, scratch,
-        )  # fmt: skip
+        _begin_tree(nodes, state, first, external, b * D, D)
+        score_candidates(arrays, state, first, first, external, b * D, D)
         state[N_DRAFTED] = 0
         size = _push_children(nodes, first, bans, slot, chains, keys, refs, size)
     while size and taken < limit:
@@ -323,8 +383,7 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, th
         size -= 1
         keys[0], refs[0] = keys[size], refs[size]
         _sift_down(keys, refs, size)
-        above, j = ref // MAX_CANDIDATES, ref % MAX_CANDIDATES
-        slot = above // R
+        slot = ref // MAX_CANDIDATES // R
         b, state, first = batch_of[slot], states[slot], slot * R
         if drafted[b] == R - 1:
             continue
@@ -338,48 +397,15 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, th
                 best = expected - rate * costs[taken]
             else:
                 rate, best = expected / costs[taken], 0.0
-        r, token = first + drafted[b], nodes.cand_token[ref]
-        nodes.token[r], nodes.parent[r], nodes.depth[r], nodes.prob[r] = token, above - first, nodes.depth[above] + 1, p
-        nodes.source[r] = nodes.cand_source[ref]
-        for d in range(n_drafters):
-            nodes.external[r, d] = -2
-            here, tree = nodes.external[above, d], b * n_drafters + d
-            for i in range(external.start[tree] + here + 1 if here > -2 else external.start[tree + 1], external.start[tree + 1]):
-                if external.parents[i] == here and external.tokens[i] == token:
-                    nodes.external[r, d] = i - external.start[tree]
-                    break
-        nodes.n[r] = -1
+        r = first + drafted[b]
+        _add_node(nodes, r, ref, p, first, external, b * D, D)
         ok, reach = can_pay(p, expected, taken, rate, best, hull, reach)
-        if not ok or nodes.depth[r] >= min(spec_length, max_depth[b]) or (bans.n[slot] and _find_ban(bans, slot, token)):
+        if not ok or nodes.depth[r] >= max_depth[b] or (bans.n[slot] and _find_ban(bans, slot, nodes.token[r])):
             continue
-        seq, cached_state = view_arrays(state, contexts), output_caches[state[OUTPUT_CACHE_ROW]]
-        at, matched, misses = follow_copy(state, seq, nodes.cursor[above, 0], nodes.cursor[above, 1], nodes.cursor[above, 2], token)
-        nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2] = at, matched, misses
-        at, matched, misses = follow_prediction(state, nodes.cursor[above, 3], nodes.cursor[above, 4], nodes.cursor[above, 5], token)
-        nodes.cursor[r, 3], nodes.cursor[r, 4], nodes.cursor[r, 5] = at, matched, misses
-        nodes.hit_history[r] = push_hit(nodes.hit_history[above], nodes.top[above] == j)
-        score_candidates(
-            state, seq, cached_state, view_arrays(cached_state, contexts), recycled,
-            nodes, r, first, external, b * n_drafters, n_drafters, weights, calibration, source_map, scratch,
-        )  # fmt: skip
+        _follow_texts(nodes, state, view_arrays(state, arrays.contexts), r, ref)
+        score_candidates(arrays, state, r, first, external, b * D, D)
         size = _push_children(nodes, r, bans, slot, chains, keys, refs, size)
-
-    start = np.zeros(B + 1, np.int64)
-    for i in range(kept):
-        start[owner[i] + 1] += 1
-    for b in range(B):
-        if states[slots[b], N_DRAFTED] >= 0:
-            states[slots[b], N_DRAFTED] = start[b + 1]
-        start[b + 1] += start[b]
-    tokens, parents = np.empty(kept, np.int32), np.empty(kept, np.int32)
-    probs, sources = np.empty(kept, np.float32), np.empty(kept, np.uint8)
-    for b in range(B):
-        first = slots[b] * R + 1
-        for i in range(start[b + 1] - start[b]):
-            o = start[b] + i
-            tokens[o], parents[o] = nodes.token[first + i], nodes.parent[first + i] - 1
-            probs[o], sources[o] = nodes.prob[first + i], nodes.source[first + i]
-    return start, tokens, parents, probs, sources
+    return _collect_trees(nodes, states, slots, owner[:kept])
 
 
 @njit(cache=True, nogil=True)
@@ -392,20 +418,19 @@ def find_full_table(states, slots, contexts, history, n):
 
 
 @njit(cache=True, nogil=True)
-def update(
-    draft_state, slots, begin_at, new_start, new_tokens, path_start, path, history, n_drafters,
-    sequences, input_ids, parents, roots, ends, root_logits, likely, logits,
-):  # fmt: skip
+def update(draft_state, slots, begin_at, accepted, history, n_drafters, seen):
     """Learn from the verified nodes and append the accepted tokens, from batch index `begin_at` on; before the first, `record_batch_topk`.
 
-    Return the batch index whose buffer must grow first (call again from there), or B when all is done.
+    accepted: (new_start [B+1] int64, new tokens [N] int32, path_start [B+1] int64, path [M] int32); seen: the arguments of
+    `record_batch_topk`. Return the batch index whose buffer must grow first (call again from there), or B when all is done.
     """
-    states, contexts, nodes, scratch, weights, calibration = _view_arrays(draft_state)
-    (rates,) = unowned_views((draft_state.rates,))
+    arrays = view_draft_state(draft_state)
+    states, contexts, nodes, calibration = arrays.states, arrays.contexts, arrays.nodes, arrays.calibration
+    new_start, new_tokens, path_start, path = accepted
     R = len(nodes.token) // len(states)
     keys = np.empty(len(contexts), np.uint64)
     if begin_at == 0:
-        record_batch_topk(draft_state.recycled, sequences, input_ids, parents, roots, ends, root_logits, likely, logits)
+        record_batch_topk(arrays.recycled, *seen)
     for b in range(begin_at, len(slots)):
         slot = slots[b]
         state, first, n = states[slot], slot * R, new_start[b + 1] - new_start[b]
@@ -427,7 +452,7 @@ def update(
             elif i and i <= depth and 0 <= path[path_start[b] + i - 1] < state[N_DRAFTED]:
                 r = first + 1 + path[path_start[b] + i - 1]
             if r >= 0 and nodes.n[r] >= 0:
-                _learn_from_node(nodes, r, token, min(state[TEMPERATURE], 1), n_drafters, weights, rates, calibration)
+                _learn_from_node(nodes, r, token, min(state[TEMPERATURE], 1), n_drafters, arrays.weights, arrays.rates, calibration)
                 hit = nodes.n[r] > 0 and nodes.cand_token[r * MAX_CANDIDATES + nodes.top[r]] == token
                 state[HIT_HISTORY] = push_hit(state[HIT_HISTORY], hit)
                 at, matched, misses = nodes.cursor[r, 0], nodes.cursor[r, 1], nodes.cursor[r, 2]
@@ -436,6 +461,6 @@ def update(
             push_token(state, seq, token, history, keys)
         state[COPY_AT], state[COPY_MATCHED], state[COPY_MISSES] = at, matched, misses
         state[PREDICTION_AT], state[PREDICTION_MATCHED], state[PREDICTION_MISSES] = ahead, agreed, strayed
-        resync_prediction(state, seq, scratch.recent)
+        resync_prediction(state, seq, arrays.scratch.recent)
         state[N_DRAFTED] = -1
     return len(slots)
