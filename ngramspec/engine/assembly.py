@@ -28,6 +28,7 @@ from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine import background_compiler
 from ngramspec.errors import InvalidInputError, MissingPackageError
+from ngramspec.garbage import pause_collector
 from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
@@ -139,7 +140,7 @@ def bind(
         for folder in ("code", "starts"):
             shutil.rmtree(cache_dir() / folder, ignore_errors=True)
 
-    with crashes.watch_start(cache_dir() / "crashes", clear):
+    with crashes.watch_start(cache_dir() / "crashes", clear), pause_collector():
         numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
         code = background_compiler.start_compiling(_guess_compiled(model, config, device), progress) if device.device == "cpu" else None
         try:
