@@ -20,6 +20,7 @@ HEAD_DIM = {"qwen3": 128}  # which transformers takes for given
 BOS, EOS = 298, 299
 
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+_SCALES |= dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,))
 """Where a block's float16 factors lie, in kinds that `gguf` cannot make of numbers."""
 _MEANS = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 """Of codes, where the second factor is that of what is taken off."""
@@ -122,8 +123,17 @@ def matrix(name: str, shape: tuple[int, ...], kind: str, std: float = 0.3) -> np
         for at in _SCALES[kind]:
             most = factor * (_MEANS.get(kind, 1) if at == _SCALES[kind][-1] else 1)
             scales = _random(f"{name} {at}").uniform(most / 2, most, blocks.shape[:2]).astype(np.float16)
-            blocks[:, :, at : at + 2] = scales[:, :, None].view(np.uint8)
+            write_factors(kind, blocks, at, scales)
     return blocks.reshape(shape[0], -1)
+
+
+def write_factors(kind: str, blocks: np.ndarray, at: int, factors: np.ndarray) -> None:
+    """Write a float16 [N, B] into every block [N, B, bytes]; IQ1_M has its four parts in the highest bits of its last words."""
+    if kind == "IQ1_M":
+        for i in range(4):
+            blocks[:, :, 49 + 2 * i] = blocks[:, :, 49 + 2 * i] & 15 | (factors.view(np.uint16) >> 4 * i & 15) << 4
+    else:
+        blocks[:, :, at : at + 2] = factors[:, :, None].view(np.uint8)
 
 
 def _random(name: str) -> np.random.Generator:

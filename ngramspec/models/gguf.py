@@ -28,8 +28,7 @@ _NAMES = (
 TYPES = {number: name for number, name in enumerate(_NAMES.split()) if name != "-"}  # GGML's names of types by their numbers.
 
 _NOT_READ = {
-    "Q8_1": (32, 40), "Q8_K": (256, 292), "IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ3_XXS": (256, 98), "IQ1_S": (256, 50),
-    "IQ3_S": (256, 110), "IQ2_S": (256, 82), "IQ1_M": (256, 56), "TQ1_0": (256, 54), "TQ2_0": (256, 66),
+    "Q8_1": (32, 40), "Q8_K": (256, 292), "TQ1_0": (256, 54), "TQ2_0": (256, 66),
     "NVFP4": (64, 36), "Q1_0": (128, 18), "I8": (1, 1), "I16": (1, 2), "I32": (1, 4), "I64": (1, 8), "F64": (1, 8),
 }  # fmt: skip
 _BLOCKS = KINDS | _NOT_READ

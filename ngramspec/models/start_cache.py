@@ -38,7 +38,6 @@ from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_metadata import read_layer_number
 from ngramspec.models.gguf_tensor_map import TensorUse
 from ngramspec.models.head_parameters import HEAD
-from ngramspec.models.iq3_blocks import Iq3File
 from ngramspec.models.latent_weights import KEYS, VALUES, join_heads, split_heads
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.models.tensor_source import (
@@ -419,8 +418,10 @@ def _join_tensors(file: Gguf, gate: FileTensor, up: FileTensor, use: TensorUse, 
 
 def locate_tensor(file: Gguf, files: dict[Path, WeightFile], tensor: GgufTensor) -> FileTensor:
     """Return a tensor as it lies in its file. Raises UnsupportedModelError for a type that is not supported."""
-    if tensor.kind == "IQ3_S":
-        return FileTensor(kind="Q6_K", shape=tensor.shape, file=Iq3File(files[tensor.path], tensor.offset), offset=tensor.offset)
     if tensor.kind not in KINDS:
-        raise UnsupportedModelError(f"{file.path}: tensor {tensor.name} has type {tensor.kind}; accepted: {', '.join(KINDS)}, IQ3_S")
+        n_alike = sum(other.kind == tensor.kind for other in file.tensors.values())
+        raise UnsupportedModelError(
+            f"{file.path}: {n_alike} of its {len(file.tensors)} tensors, such as {tensor.name}, have type {tensor.kind}; accepted: "
+            f"{', '.join(KINDS)}. Another file of the same repository may have these alone: one whose name ends in Q4_K_M, Q8_0 or IQ2_M"
+        )
     return FileTensor(kind=tensor.kind, shape=tensor.shape, file=files[tensor.path], offset=tensor.offset)

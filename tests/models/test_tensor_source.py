@@ -18,12 +18,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from ngramspec.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
-from ngramspec.models.gguf import read as read_gguf
-from ngramspec.models.iq3_blocks import BLOCK_BYTES, convert_blocks
 from ngramspec.models.loader import load_model, open_model
 from ngramspec.models.parameters import MemoryTensor, fill, make_params_source
-from ngramspec.models.start_cache import locate_tensor
-from ngramspec.models.tensor_source import KINDS, ComputedTensor, Q8Tensor, WeightFile, dequantise, interleaved_rows, row_bytes
+from ngramspec.models.tensor_source import KINDS, ComputedTensor, Q8Tensor, dequantise, interleaved_rows, row_bytes
 
 
 def save(folder: Path, dtype: torch.dtype = torch.float32, arch: str = "llama", **options: Any) -> dict[str, torch.Tensor]:
@@ -44,34 +41,6 @@ def test_dequantised_as_gguf_does(kind: str, data: st.DataObject) -> None:
     wanted = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(dequantise(kind, rows).view(np.uint32), wanted.view(np.uint32))
     assert dequantise(kind, rows[:0]).shape == (0, shape[1])
-
-
-@given(st.integers(0, 5), st.integers(0, 1000))
-def test_iq3_blocks_have_the_values_of_others(n: int, seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    blocks = draw.integers(0, 256, (n + 1, BLOCK_BYTES), np.uint8)
-    blocks[:, :2] = draw.normal(size=(n + 1, 1)).astype(np.float16).view(np.uint8)
-    wanted = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.IQ3_S)
-    assert np.array_equal(dequantise("Q6_K", convert_blocks(blocks)), wanted)
-    assert convert_blocks(blocks[:0]).shape == (0, 210)
-
-
-def test_rows_of_iq3_blocks_are_read_at_their_places(tmp_path: Path) -> None:
-    blocks = np.random.default_rng(0).integers(0, 256, (12, BLOCK_BYTES), np.uint8)
-    blocks[:, :2] = np.float16(0.01).reshape(1).view(np.uint8)
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_tensor("before", np.ones(7, np.float32))
-    writer.add_tensor("iq3", blocks.reshape(4, -1), raw_dtype=gguf.GGMLQuantizationType.IQ3_S)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    file = read_gguf(tmp_path / "model.gguf")
-    stored = locate_tensor(file, {file.path: WeightFile(file.path)}, file.tensors["iq3"])
-    assert (stored.kind, stored.shape) == ("Q6_K", (4, 768))
-    wanted = gguf.quants.dequantize(blocks.reshape(4, -1), gguf.GGMLQuantizationType.IQ3_S)
-    assert np.array_equal(stored.float32(), wanted)
-    assert np.array_equal(stored.values(1, 3), wanted[1:3])
 
 
 @given(st.integers(1, 5), st.integers(1, 9))

@@ -1,7 +1,8 @@
 """Define how weights are laid out in memory: what a quant block of each of GGML's formats becomes in a packed panel of 16 outputs.
 
 A panel holds 16 outputs with all their inputs, in three parts, each beginning at a multiple of 64 bytes: the scales of its quant blocks of
-32 inputs, those of its super-blocks of 256, the codes. No part of a weight is rounded or widened: a panel has as many bytes as the file.
+32 inputs, those of its super-blocks of 256, the codes. No part of a weight is rounded. A panel has as many bytes as the file, but for IQ1,
+IQ2 and IQ3, which `iq_blocks` takes apart first.
 The module holds constants and layouts only.
 
 The codes of a block are bit planes, lowest bits first, each made of vectors of 64 bytes. Byte 4 i + j of a vector belongs to output i and
@@ -25,6 +26,12 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 # Values of MXFP4's codes, twice those of 4-bit floating-point numbers (E2M1): a block's scale is half of its power of two.
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
+# Values of the codes of IQ3_S, IQ3_XXS (four times), IQ2_* (eight times) and IQ1_* (eight times), as `iq_blocks` numbers them.
+_IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
+_IQ3_XXS_VALUES = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
+_IQ2_VALUES = (8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0)
+_IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
 
 class QuantFormat(NamedTuple):
     """Layout of a kind of quant blocks. A weight is scale · (code - zero), or scale · code - offset; codes are unsigned."""
@@ -43,6 +50,8 @@ class QuantFormat(NamedTuple):
     subtracted."""
     values: tuple[int, ...] | None = None
     """Values that 4-bit codes stand for; None: the codes themselves."""
+    exponent: int = 0
+    """The float16 of a super-block is multiplied by 2 to this."""
     powers: bool = False
     """Whether half scales are powers of two beyond float16's range, kept as bfloat16."""
 
@@ -108,6 +117,13 @@ QUANTISED: dict[str, QuantFormat] = {
     "IQ4_NL": QuantFormat((4,), zero=128, values=IQ4_VALUES),
     "MXFP4": QuantFormat((4,), zero=128, values=MXFP4_VALUES, powers=True),
     "IQ4_XS": QuantFormat((4,), zero=128, half_scales=False, scale_zero=32, values=IQ4_VALUES),
+    "IQ3_S": QuantFormat((4,), zero=128, half_scales=False, values=_IQ3_S_VALUES),
+    "IQ3_XXS": QuantFormat((4,), zero=128, half_scales=False, values=_IQ3_XXS_VALUES, exponent=-2),
+    "IQ2_XXS": QuantFormat((4,), zero=128, half_scales=False, values=_IQ2_VALUES, exponent=-3),
+    "IQ2_XS": QuantFormat((4,), zero=128, by_16=True, half_scales=False, values=_IQ2_VALUES, exponent=-3),
+    "IQ2_S": QuantFormat((4,), zero=128, by_16=True, half_scales=False, values=_IQ2_VALUES, exponent=-3),
+    "IQ1_S": QuantFormat((4,), zero=128, half_scales=False, values=_IQ1_VALUES, exponent=-3),
+    "IQ1_M": QuantFormat((4,), zero=128, by_16=True, half_scales=False, values=_IQ1_VALUES, exponent=-3),
 }
 
 

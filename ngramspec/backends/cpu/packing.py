@@ -17,11 +17,13 @@ from numba import get_num_threads
 
 from ngramspec.backends.cpu.codegen.intrinsics import load_word, store_word
 from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat, count_panel_bytes, get_format
+from ngramspec.backends.cpu.iq_blocks import KINDS_OF_TABLES, unpack_blocks
 from ngramspec.datastore.code_cache import njit
 
 PIECE = 1 << 20  # Bytes of a matrix that a thread reads at a time.
 _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _IQ4_NL, _MXFP4, _Q2_K, _Q3_K, _Q4_K, _Q5_K, _Q6_K, _IQ4_XS = range(13)
+_TABLE_32, _TABLE_16 = 13, 14  # of IQ1, IQ2 and IQ3, with a scale for 32 or 16 inputs
 # The low bit, 2 bits and 4 bits of each byte of a word.
 _1, _2, _4 = np.uint64(0x01010101), np.uint64(0x03030303), np.uint64(0x0F0F0F0F)
 
@@ -111,7 +113,11 @@ def pack(kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray]
             numbers = np.dtype(np.uint32 if fmt is PlainFormat.F32 else np.uint16)
             _pack_numbers(some.view(numbers), panels.view(numbers).reshape(len(panels), n_blocks * DEPTH, WIDTH))
         else:
-            _pack_blocks(_KINDS.index(kind), some, panels, n_blocks, weight.super_at, weight.codes_at)
+            if kind in KINDS_OF_TABLES:
+                some, number = unpack_blocks(kind, some), _TABLE_16 if fmt.by_16 else _TABLE_32
+            else:
+                number = _KINDS.index(kind)
+            _pack_blocks(number, some, panels, n_blocks, weight.super_at, weight.codes_at)
 
     pieces = [(each, first) for each in range(n_each) for first in range(0, n_out, step)]
     if len(pieces) == 1:
@@ -287,6 +293,11 @@ def _pack_super_row(kind, row, to, lane, n_blocks, super_at, codes_to):
                 at = codes_to + 3 * b * LINE
                 _pack_plane_2(at, source + 32 + 32 * (k // 4), 2 * (k % 4))
                 _pack_plane_1(at + 2 * LINE, source, k)
+            elif kind in (_TABLE_32, _TABLE_16):
+                n_parts = kind - _TABLE_32 + 1
+                for part in range(n_parts):
+                    to[(b * n_parts + part) * WIDTH + lane] = _read_byte(row, s + 2 + 2 * k + part)
+                _copy_nibbles(codes_to + 4 * b * LINE, source + 18 + 16 * k)
             else:
                 high = _read_byte(row, s + 2 + k // 4) >> 2 * (k % 4) & 3
                 to[b * WIDTH + lane] = (_read_byte(row, s + 4 + k // 2) >> 4 * (k % 2) & 15) | high << 4

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import gguf
 import numpy as np
+import tiny_gguf
 from numba import njit
 
 from ngramspec.backends.cpu.codegen.activations import LEAST
@@ -21,7 +22,8 @@ from ngramspec.models.tensor_source import KINDS, dequantise
 
 FACTORS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ1_S": (0,), "IQ1_M": (0,), "IQ2_XXS": (0,),
+    "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
 }  # fmt: skip
 """Where a block's float16 factors lie (ggml-common.h)."""
 SPECIAL = (0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0)
@@ -48,7 +50,7 @@ def rows_of_kind(kind: str, n: int, k: int, seed: int = 0, special: bool = False
         factors = (rng.uniform(1e-3, 1e-2, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])).astype(np.float16)
         if special:
             factors = np.where(rng.random(factors.shape) < 0.4, rng.choice(np.array(SPECIAL, np.float16), factors.shape), factors)
-        blocks[:, :, at : at + 2] = factors[:, :, None].view(np.uint8)
+        tiny_gguf.write_factors(kind, blocks, at, factors)
     return blocks.reshape(n, -1)
 
 
@@ -108,6 +110,7 @@ def read_panels(weight: PackedWeight) -> Read:
     n_supers = -(-n_blocks // SUPER)
     heads = np.ascontiguousarray(weight.data[:, weight.super_at :][:, : n_supers * fmt.super_bytes]).view(np.float16)
     supers = np.repeat(heads.reshape(n_panels, n_supers, -1, WIDTH), SUPER, axis=1)[:, :n_blocks].astype(np.float32)
+    supers *= np.float32(2.0**fmt.exponent)
     integers = of_blocks.reshape(n_panels, n_blocks, -1, WIDTH).astype(np.int64)
     return Read(
         outputs(numbers), outputs(supers[:, :, 0]), outputs(integers[:, :, :parts] - fmt.scale_zero),

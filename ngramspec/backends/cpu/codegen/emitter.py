@@ -69,6 +69,11 @@ class Emitter:
         bits = self.b.zext(self.load(address, ir.VectorType(HALF, WIDTH), 2), WORDS)
         return self.b.bitcast(self.b.shl(bits, self.splat_words(16)), FLOATS)
 
+    def load_super_scales(self, fmt: QuantFormat, address: Any) -> Any:
+        """Load a super-block's 16 half scales at this address as float32, times the format's power of two."""
+        halves = self.load_halves(address)
+        return self.b.fmul(halves, ir.Constant(FLOATS, [2.0**fmt.exponent] * WIDTH)) if fmt.exponent else halves
+
     def load_bytes_as_words(self, address: Any) -> Any:
         """Load 16 unsigned bytes at this address as int32."""
         return self.b.zext(self.load(address, ir.VectorType(BYTE, WIDTH), 1), WORDS)

@@ -113,7 +113,7 @@ def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[A
                 total = e.fma(e.to_floats(part), scale, total)
             products.append(total)
     heads = b.add(panel.supers, b.mul(s, LONG(fmt.super_bytes)))
-    scale = e.load_halves(heads)
+    scale = e.load_super_scales(fmt, heads)
     offset = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH))) if fmt.offsets else None
     of_sums = [NOUGHTS] * n_rows  # the sums of the codes of x, each times its integer offset, or the scale that the zero has
     if offset is not None or fmt.zero:
@@ -167,7 +167,7 @@ def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, co
         offsets = [e.load_halves(e.offset(scales_at, 2 * WIDTH))] if fmt.offsets else None
     else:
         heads = b.add(b.add(w, super_at), b.mul(b.lshr(i, LONG(SUPER_SHIFT)), LONG(fmt.super_bytes)))
-        scale = e.load_halves(heads)
+        scale = e.load_super_scales(fmt, heads)
         scales = [b.fmul(scale, e.to_floats(_load_integer(e, fmt, w, i, n))) for n in range(n_parts)]
         offsets = None
         if fmt.offsets:
