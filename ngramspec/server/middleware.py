@@ -37,6 +37,10 @@ _LOGGED = 1024  # unknown fields of a route that the log names, each once
 _JSON = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 _REPOSITORY = re.compile(r"/repo/([^/]+)(/.*)?", re.DOTALL)
+# The data of images and other media as OpenAI's, Anthropic's and Ollama's clients send it, which no route reads.
+_IMAGE_DATA = re.compile(
+    rb'((?:"(?:url|image_url|data|file_data)"\s*:\s*"|"images"\s*:\s*\[\s*")(?:data:[\w.+/-]{1,100};base64,)?)[A-Za-z0-9+/_=-]{1024,}"'
+)
 _HEADERS = {  # on every response that does not say otherwise
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -118,16 +122,15 @@ class RequestMiddleware:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or not self.hosts.allow(hosts[0] if hosts else None):
             raise ApiError(403, "this server does not answer under this host name; --allowed-host NAME allows it")
-        body = await read_body(scope, receive, self.limits)
-        key = None
         self.keyring.refresh()
-        if len(self.keyring):
-            given = given_key(scope["headers"])
-            key = None if given is None else self.keyring.find(given)
-            if key is None:
-                body = b""  # not parsed: the application refuses the request, or the route takes no body
+        given = given_key(scope["headers"])
+        key = None if given is None or not len(self.keyring) else self.keyring.find(given)
+        is_known = key is not None or not len(self.keyring)
+        body = await read_body(scope, receive, self.limits if is_known else self.limits.model_copy(update={"image_bytes": 0}))
+        if not is_known:
+            body = b""  # not parsed: the application refuses the request, or the route takes no body
         scope["state"]["key"] = key
-        if key is not None or not len(self.keyring):
+        if is_known:
             if scope["method"] == "POST" and scope["path"] in self.generating:
                 self.admission.check_room(1)  # before the body is parsed, which would cost the requests that run
                 if key is not None:
@@ -216,11 +219,12 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]], limits: Limits) -> Non
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     """Return the whole body, however it is sent. Raises ApiError 413, ClientGone."""
     headers = dict(scope["headers"])
-    limit = limits.body_bytes
+    limit = limits.body_bytes + limits.image_bytes
+    most = max(limit, _UNREAD * limits.body_bytes)
     length = headers.get(b"content-length", b"0")
-    declared = int(length) if length.isdigit() and len(length) < 19 else _UNREAD * limit + 1
-    if declared > limit and (b"expect" in headers or declared > _UNREAD * limit):
-        raise _too_long(limit)
+    declared = int(length) if length.isdigit() and len(length) < 19 else most + 1
+    if declared > limit and (b"expect" in headers or declared > most):
+        raise _too_long(limits)
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -229,22 +233,26 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
             raise ClientGone
         chunk = message.get("body", b"")
         size += len(chunk)
-        if size > _UNREAD * limit:
-            raise _too_long(limit)
+        if size > most:
+            raise _too_long(limits)
         if size > limit:
             chunks.clear()
         elif chunk:
             chunks.append(chunk)
         if not message.get("more_body", False):
             break
-    if size > limit:
-        raise _too_long(limit)
     body = b"".join(chunks)
+    if len(body) > limits.body_bytes:
+        body = _IMAGE_DATA.sub(rb'\1"', body)
+    if size > limit or len(body) > limits.body_bytes:
+        raise _too_long(limits)
     return replace_lone_surrogates(body) if b"\\ud" in body or b"\\uD" in body else body
 
 
-def _too_long(limit: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {limit} bytes", headers={"Connection": "close"})
+def _too_long(limits: Limits) -> ApiError:
+    said = f"the body is longer than {limits.body_bytes} bytes without its images, or these are longer than {limits.image_bytes}; "
+    said += "NGRAMSPEC_LIMITS__BODY_BYTES and NGRAMSPEC_LIMITS__IMAGE_BYTES set what is read"
+    return ApiError(413, said, headers={"Connection": "close"})
 
 
 def parse_body(scope: Scope, body: bytes, limits: Limits) -> Any:

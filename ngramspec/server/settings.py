@@ -55,6 +55,9 @@ class Limits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     body_bytes: int = Field(default=2 << 20, ge=1024)
+    """The data of its images is not counted."""
+    image_bytes: int = Field(default=30 << 20, ge=0)
+    """The data of a body's images in base64: agents send screenshots, which are left out."""
     header_bytes: int = Field(default=32 << 10, ge=1024, le=128 << 10)
     """All header lines together."""
     depth: int = Field(default=64, ge=4, le=128)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -46,6 +48,30 @@ def test_bodies_up_to_the_limit(client: httpx.Client) -> None:
     assert "2097152" in refused(post(client, longer), 413)
     chunks = (longer[i : i + 65536] for i in range(0, len(longer), 65536))
     refused(post(client, chunks), 413)
+
+
+def test_screenshots_do_not_count_as_text(client: httpx.Client) -> None:
+    picture = base64.b64encode(bytes(3 * MIB)).decode()
+    seen = {
+        "/v1/chat/completions": [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}],
+        "/v1/messages": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture}}],
+    }
+    for path, block in seen.items():
+        call = {"id": "c", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+        turns: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        turns += [{"role": "tool", "tool_call_id": "c", "content": block}]
+        if path == "/v1/messages":
+            turns[1:] = [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "see", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": block}]},
+            ]
+        answer = client.post(path, json={"model": "m", "messages": turns, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
+        turns[0]["content"] = picture
+        assert "NGRAMSPEC_LIMITS__BODY_BYTES" in client.post(path, json={"model": "m", "messages": turns, "max_tokens": 1}).text
+        turns[0]["content"] = "a"
+        larger = json.dumps({"model": "m", "messages": turns, "max_tokens": 1}).replace(picture, picture * 9)
+        assert client.post(path, content=larger, headers={"Content-Type": "application/json"}).status_code == 413
 
 
 def test_bodies_that_are_far_too_long_are_not_read(server: Server) -> None:
