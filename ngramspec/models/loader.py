@@ -203,12 +203,12 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             model = empty_model(config, torch.float32)
             source = gguf_hf_mapping.find_parameters(file, folder, model)
         elif (quantised := config.pop("quantization_config", None)) is None:
-            model = empty_model(config, torch.float32)
+            model = _make_empty_model(config, tensors)
             divided = qwen3_next.divide_projections(config, safetensors.make_lookup(tensors), spec) if is_next else ()
             source = safetensors.find_parameters(tensors, model, dict(divided))
             source = source and head_parameters.add_parameters(source, tensors, of_head, config)
         elif quantised.get("quant_method") in awq_gptq.METHODS:
-            model = empty_model(config, torch.float32)
+            model = _make_empty_model(config, tensors)
             source = safetensors.find_parameters(tensors, model, awq_gptq.read_groups(tensors, quantised, spec))
             if source is None:
                 raise UnsupportedModelError(f"{spec}: its tensors are not those of {type(model).__name__} with {quantised['quant_method']}")
@@ -222,6 +222,15 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
         ends = start_cache.read_end_token_ids(folder, given) if file else eos_token_ids(model, tokenizer)
     model = model.eval().requires_grad_(False)
     return OpenModel(model, tokenizer, file.name if file else spec, ends, source)
+
+
+def _make_empty_model(config: dict[str, Any], tensors: dict[str, safetensors.SafetensorsEntry]) -> PreTrainedModel:
+    """Return the model of a folder without weights, whose head is tied to the embedding unless the files have another one."""
+    model = empty_model(config, torch.float32)
+    if not safetensors.has_other_head(tensors, model):
+        return model
+    config["tie_word_embeddings"] = False
+    return empty_model(config, torch.float32)
 
 
 def _random_model(spec: str, dtype: torch.dtype, device: str, progress: Progress) -> PreTrainedModel:

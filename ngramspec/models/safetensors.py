@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ from ngramspec.models import header_limits
 from ngramspec.models.expert_weights import join_experts, stack_experts
 from ngramspec.models.tensor_source import KINDS, FileTensor, StoredTensor, TensorSource, WeightFile
 
+COMPARED = 1 << 24  # Bytes of two tensors that are compared at a time.
 # Names of a text decoder's tensors within a model of images or sound, as patterns, and what stands in their place in one without.
 TEXT_PART = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
 
@@ -131,6 +133,29 @@ def find_parameters(
             return None
         stored |= dict.fromkeys(names, one)
     return TensorSource(stored, sum(tensor.n_bytes for tensor in tensors.values()))
+
+
+def has_other_head(tensors: dict[str, SafetensorsEntry], model: PreTrainedModel) -> bool:
+    """Return whether the files have other weights for the head of an empty model than for its embedding, to which its config ties the head.
+
+    transformers leaves such a head untied. Raises ModelNotFoundError if a file is shorter than its header says.
+    """
+    prefix, embedding = f"{model.base_model_prefix}.", model.get_input_embeddings().weight
+    named = [name for name, each in model.named_parameters(remove_duplicate=False) if each is embedding]
+    found = [entry for name in named if (entry := tensors.get(name) or tensors.get(name.removeprefix(prefix))) is not None]
+    if len(found) < 2:
+        return False
+    if len({(entry.dtype, entry.shape) for entry in found}) > 1:
+        return True
+    first, *others = (WeightFile(entry.path) for entry in found)
+    for at in range(0, found[0].n_bytes, COMPARED):
+        one, other = (np.empty(min(COMPARED, found[0].n_bytes - at), np.uint8) for _ in range(2))
+        first.read_into(one, found[0].offset + at)
+        for entry, file in zip(found[1:], others, strict=True):
+            file.read_into(other, entry.offset + at)
+            if not np.array_equal(one, other):
+                return True
+    return False
 
 
 def make_lookup(tensors: Mapping[str, SafetensorsEntry]) -> Callable[[str], StoredTensor | None]:

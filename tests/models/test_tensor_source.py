@@ -13,6 +13,7 @@ import pytest
 import tiny
 import tiny_gguf
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -48,6 +49,22 @@ def test_interleaved_rows_undo_llama_cpps_permutation(n_heads: int, half: int) -
     n = n_heads * half * 2
     permuted = np.arange(n).reshape(n_heads, 2, half).swapaxes(1, 2).reshape(n)  # llama.cpp, convert_hf_to_gguf.py, permute
     assert np.array_equal(permuted[interleaved_rows(np.arange(n), n, n_heads)], np.arange(n))
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_head_of_its_own_is_not_tied_whatever_the_config_says(tmp_path: Path, other: bool) -> None:
+    """transformers does not tie it either."""
+    tensors = {name: parameter.detach() for name, parameter in save(tmp_path, torch.float32).items()}
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0) if other else embedding.clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tiny.edit_config(tmp_path, tie_word_embeddings=True)
+    source = open_model(str(tmp_path)).source
+    assert (source["lm_head.weight"] is source["model.embed_tokens.weight"]) != other
+    mine, theirs = load_model(str(tmp_path)).model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        ids = torch.arange(9)[None]
+        assert torch.equal(mine(ids).logits, theirs.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
