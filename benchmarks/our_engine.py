@@ -22,7 +22,7 @@ from ngramspec.backends.base import Runner
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span
-from ngramspec.speculative.base import PassTopK
+from ngramspec.speculative.base import DRAFT_DEFAULTS, DraftParams, PassTopK
 from ngramspec.speculative.budget.cost_model import CostModel, Load
 from ngramspec.speculative.ngram_table import LADDER, REACH
 from ngramspec.speculative.proposer import Proposer
@@ -144,8 +144,8 @@ class FixedLength(Proposer):
         super().__init__(vocab_size=vocab_size, max_seqs=max_seqs, spec_length=length, spec_rows=length, answers=0, recycle=False)
         self.length, self.texts = length, dict[int, np.ndarray]()
 
-    def begin(self, slot: int, tokens: np.ndarray, **more: Any) -> None:
-        super().begin(slot, tokens, **more)
+    def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:
+        super().begin(slot, tokens, params)
         self.texts[slot] = tokens.astype(np.int32)
 
     def propose(

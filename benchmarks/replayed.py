@@ -19,7 +19,7 @@ from benchmarks.our_engine import make_chain
 from benchmarks.recordings import RecordedText
 from ngramspec.datastore import Datastore
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.base import PassTopK, SequenceInfo
+from ngramspec.speculative.base import DraftParams, PassTopK, SequenceInfo
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
 from ngramspec.speculative.proposer import ANSWERS, HISTORY, Proposer
 
@@ -59,7 +59,7 @@ class ReplayedProposer(Replayed):
             sampler = Sampler(self.params, index=0, seed=0, prompt=prompt, vocab_size=V, stop_ids=stops)
             text = SequenceInfo(sampler, len(prompt), len(self.text))
         prediction = np.array(trace.prediction, np.int32) if self.predicted and trace.prediction else None
-        self.speculator.begin(0, prompt, stops=self.stops, prediction=prediction, text=text)
+        self.speculator.begin(0, prompt, DraftParams(stops=self.stops, prediction=prediction, info=text))
 
     def draft(self, text: np.ndarray) -> tuple[Sequence[int], Sequence[int]]:
         room = len(self.cost_ms) - 2

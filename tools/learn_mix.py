@@ -47,6 +47,7 @@ from numba import njit
 
 from benchmarks.common import describe_machine, print_document, print_table
 from ngramspec.speculative import features, ngram_table, proposer, tree_builder
+from ngramspec.speculative.base import DraftParams
 from ngramspec.speculative.feature_weights import make_cold_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
 
@@ -275,7 +276,7 @@ def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, voc
     tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
     position = 0
     for t in traces:
-        tables.begin(0, t.prompt, prediction=t.prediction, tenant=str(t.session))
+        tables.begin(0, t.prompt, DraftParams(prediction=t.prediction, tenant=str(t.session)))
         tables._own.enlarge(0, len(t.output) + 1, tables._contexts)
         parts.append(follow(tables, t, int(len(t.output) < max_out), position, proposer.NO_EXTERNAL, 0))
         position += len(t.output) + 1

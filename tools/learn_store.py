@@ -38,6 +38,7 @@ from ngramspec.cli.datastore import load_tokenizer_backend
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
 from ngramspec.speculative import features, proposer, tree_builder
+from ngramspec.speculative.base import DraftParams
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
@@ -120,7 +121,7 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.
     position = 0
     for t in traces:
         tenant = str(t.session) if t.session % 2 else None
-        tables.begin(0, t.prompt, prediction=t.prediction, tenant=tenant)
+        tables.begin(0, t.prompt, DraftParams(prediction=t.prediction, tenant=tenant))
         tables._own.enlarge(0, len(t.output) + 1, tables._contexts)
         samples = learn_mix.follow(tables, t, int(len(t.output) < max_out), position, trees_of(stores[t.session].drafter, t), 1)
         spoken = samples.state[:, features.EXTERNAL] > 0

@@ -25,7 +25,7 @@ from ngramspec.kv_cache.prefix_folder import PrefixStore
 from ngramspec.outputs import BLOCK, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.verify import Match
-from ngramspec.speculative.base import SequenceInfo, Speculator, make_pass_topk
+from ngramspec.speculative.base import DraftParams, SequenceInfo, Speculator, make_pass_topk
 from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import StepPlan, StepTimer
@@ -232,9 +232,7 @@ class Core:
         return rows
 
     def _begin(self, seq: Sequence) -> None:
-        self.speculator.begin(
-            seq.slot,
-            seq.tokens,
+        params = DraftParams(
             banned=tuple(token for token, bias in seq.params.logit_bias.items() if bias <= -100),
             stops=tuple(seq.stop_ids),
             prediction=seq.prediction,
@@ -242,8 +240,9 @@ class Core:
             tenant=seq.tenant,
             datastores=seq.datastores,
             temperature=seq.params.temperature,
-            text=SequenceInfo(seq.sampler, seq.n_prompt, seq.limit),
+            info=SequenceInfo(seq.sampler, seq.n_prompt, seq.limit),
         )
+        self.speculator.begin(seq.slot, seq.tokens, params)
 
     def _draft(self, rows: list[ScheduledRows]) -> None:
         """Give every sequence that samples in this pass its tree, and KV positions for the tree."""

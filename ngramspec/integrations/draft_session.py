@@ -18,7 +18,7 @@ from ngramspec.defaults import ANSWERS, MAX_HISTORY
 from ngramspec.errors import InvalidInputError
 from ngramspec.integrations.host_step_timer import HostStepTimer
 from ngramspec.outputs import DraftTree, Stats
-from ngramspec.speculative.base import NO_TREE
+from ngramspec.speculative.base import NO_TREE, DraftParams
 from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.draft_stats import CountedPass, DraftStats
@@ -193,9 +193,7 @@ class Guest:
         buffer = np.empty(len(known) + 256, np.int32)
         buffer[: len(known)] = known
         self._texts[key] = _HostSequence(slot, buffer, len(known), len(known) - n_output, tenant, chosen, self._step)
-        self._drafts.begin(
-            slot,
-            known,
+        params = DraftParams(
             banned=tuple(banned),
             stops=self.stops if stops is None else tuple(stops),
             prediction=foreseen,
@@ -204,6 +202,7 @@ class Guest:
             datastores=chosen,
             temperature=temperature,
         )
+        self._drafts.begin(slot, known, params)
 
     def sync(self, key: Hashable, tokens: Sequence[int] | np.ndarray, **hints: Any) -> bool:
         """The text [n] as it is now: what is new is observed; one that does not go on from what was known begins, with the `hints` of

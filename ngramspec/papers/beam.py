@@ -25,7 +25,7 @@ from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Span, compute_depths, pack
 from ngramspec.sampling.sampler import NotFiniteError, apply_mask
-from ngramspec.speculative.base import PassTopK, Speculator, make_pass_topk
+from ngramspec.speculative.base import DraftParams, PassTopK, Speculator, make_pass_topk
 
 _FREE = np.ones(2)  # costs of rows that make every candidate worth its row
 NODES_PER_BEAM = 32  # nodes that drafts are chosen from
@@ -154,7 +154,7 @@ class BeamSearch:
         if taken < 0:
             raise self._make_full_error(len(self.prompt))
         beam.computed = taken * BLOCK
-        self.speculator.begin(0, self.prompt, stops=tuple(self.stop_ids))
+        self.speculator.begin(0, self.prompt, DraftParams(stops=tuple(self.stop_ids)))
         return True
 
     def _make_full_error(self, n: int) -> OutOfMemoryError:
@@ -319,7 +319,7 @@ class BeamSearch:
         if not pool.fork(source, slots, target, beam.block_hashes.hashes[:n_shared]):
             raise self._make_full_error(len(beam.tokens))
         self._register(beam)
-        self.speculator.begin(lane, beam.tokens, stops=tuple(self.stop_ids))
+        self.speculator.begin(lane, beam.tokens, DraftParams(stops=tuple(self.stop_ids)))
         return beam
 
     def _register(self, beam: _Beam) -> None:

@@ -62,6 +62,31 @@ class SequenceInfo:
     """Most tokens of prompt and output together."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftParams:
+    """How a sequence is drafted for."""
+
+    banned: Sequence[int] = ()
+    """Tokens that are never drafted."""
+    stops: Sequence[int] = ()
+    """Tokens that may be drafted, but nothing after them."""
+    prediction: np.ndarray | None = None
+    """The predicted output [m] int32."""
+    n_output: int = 0
+    """How many of the sequence's last tokens are its output."""
+    tenant: str | None = ""
+    """The output cache is shared within a tenant; None shares nothing."""
+    datastores: frozenset[str] | None = None
+    """Names of those to draft from; None: all."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    info: SequenceInfo | None = None
+    """More that some drafters need."""
+
+
+DRAFT_DEFAULTS = DraftParams()
+
+
 class PassTopK(NamedTuple):
     """The model's top-k after the last token of some of a pass's sequences, and after every node of their trees."""
 
@@ -140,26 +165,8 @@ class Speculator:
         """Return whether sequences of so many tokens can begin now."""
         return True
 
-    def begin(
-        self,
-        slot: int,
-        tokens: np.ndarray,
-        *,
-        banned: Sequence[int] = (),
-        stops: Sequence[int] = (),
-        prediction: np.ndarray | None = None,
-        n_output: int = 0,
-        tenant: str | None = "",
-        datastores: frozenset[str] | None = None,
-        temperature: float = 0.0,
-        text: SequenceInfo | None = None,
-    ) -> None:
-        """Start a sequence, or resume it after preemption, with these committed tokens [n] int32, the last `n_output` of them its output.
-
-        `banned` tokens are never drafted; a stop may be drafted, but nothing after it. `prediction` [n] int32 is the predicted output.
-        The output cache is shared within a `tenant`; None shares nothing. `datastores`: names of those to draft from, None: all.
-        `temperature`: of sampling, 0 is greedy.
-        """
+    def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:
+        """Start a sequence, or resume it after preemption, with these committed tokens [n] int32."""
 
     def is_unpredictable(self, slot: int) -> bool:
         """Return whether so few of a sequence's latest tokens were predicted that it need not be drafted for in every pass."""

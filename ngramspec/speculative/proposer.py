@@ -26,9 +26,11 @@ from ngramspec.sampling.topk import find_topk
 from ngramspec.sequence_table import MAX_NEW_TOKENS
 from ngramspec.speculative import features, ngram_table, tree_builder
 from ngramspec.speculative.base import (
+    DRAFT_DEFAULTS,
     NO_TREE,
     Candidates,
     Drafter,
+    DraftParams,
     NativeDrafting,
     NeedsHiddenStates,
     NeedsKvRoom,
@@ -37,7 +39,6 @@ from ngramspec.speculative.base import (
     NeedsTopK,
     PassTopK,
     RunningSequence,
-    SequenceInfo,
     Speculator,
     is_sound,
     iterate_topk,
@@ -168,29 +169,16 @@ class Proposer(Speculator):
     def has_room(self, n_tokens: Sequence[int]) -> bool:
         return all(self._call_drafter(d, "has_room", n_tokens) is not False for d in self._kv_keepers)
 
-    def begin(
-        self,
-        slot: int,
-        tokens: np.ndarray,
-        *,
-        banned: Sequence[int] = (),
-        stops: Sequence[int] = (),
-        prediction: np.ndarray | None = None,
-        n_output: int = 0,
-        tenant: str | None = "",
-        datastores: frozenset[str] | None = None,
-        temperature: float = 0.0,
-        text: SequenceInfo | None = None,
-    ) -> None:
+    def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:
         if self._buffers[slot] is not None:
             self.end(slot)
         tokens = np.ascontiguousarray(tokens, np.int32)
         kept = tokens[-(self.history + ngram_table.LADDER[-1]) :]
         n_similar = 0
         if self.datastore is not None:  # older than the sequence's own text, and so weaker
-            self.datastore.begin(slot, tokens, datastores)
+            self.datastore.begin(slot, tokens, params.datastores)
             worth = self._schedule.begin(slot)
-            similar = self.datastore.find_similar(tokens[: len(tokens) - n_output], datastores) if worth else None
+            similar = self.datastore.find_similar(tokens[: len(tokens) - params.n_output], params.datastores) if worth else None
             room = self.history + ngram_table.LADDER[-1] - len(kept)
             if similar is not None and len(similar) and room > 0:
                 n_similar = len(similar[-room:])
@@ -199,15 +187,16 @@ class Proposer(Speculator):
         self._own.allocate(slot, cap=cap, entries=cap * (len(self._contexts) + 1))
         state = self._states[slot]
         ngram_table.fill_tables(state, self._contexts, kept, self.history)
-        state[ngram_table.OUTPUT_CACHE_ROW] = self._tenants.get(tenant, 0) if tenant is not None else 0
-        state[ngram_table.N_SIMILAR], state[ngram_table.TEMPERATURE] = n_similar, math.ceil(1000 * min(temperature, 1000))
-        if prediction is not None and len(prediction):
-            self._predictions[slot] = predicted = np.ascontiguousarray(prediction, np.int32)
+        state[ngram_table.OUTPUT_CACHE_ROW] = self._tenants.get(params.tenant, 0) if params.tenant is not None else 0
+        state[ngram_table.N_SIMILAR], state[ngram_table.TEMPERATURE] = n_similar, math.ceil(1000 * min(params.temperature, 1000))
+        if params.prediction is not None and len(params.prediction):
+            self._predictions[slot] = predicted = np.ascontiguousarray(params.prediction, np.int32)
             state[ngram_table.PREDICTION_ADDRESS], state[ngram_table.PREDICTION_LENGTH] = predicted.ctypes.data, len(predicted)
             state[ngram_table.PREDICTION_AT] = 0
-            if n_output:
-                tree_builder.follow_output(state, tokens[len(tokens) - n_output :])
-        codes = np.unique([2 * t for t in stops if t not in set(banned)] + [2 * t + 1 for t in banned]).astype(np.int64)
+            if params.n_output:
+                tree_builder.follow_output(state, tokens[len(tokens) - params.n_output :])
+        banned = set(params.banned)
+        codes = np.unique([2 * t for t in params.stops if t not in banned] + [2 * t + 1 for t in banned]).astype(np.int64)
         if len(codes) > self._bans.codes.shape[1]:
             wider = np.zeros((len(self._buffers), _power_of_two(len(codes))), np.int64)
             wider[:, : self._bans.codes.shape[1]] = self._bans.codes
@@ -217,8 +206,8 @@ class Proposer(Speculator):
         self._bans.codes[slot, : len(codes)] = codes
         for d in range(len(self.drafters)):
             self._call_drafter(d, "begin", slot, tokens)
-        for d in self._readers if text is not None else ():
-            self._call_drafter(d, "attach", slot, text)
+        for d in self._readers if params.info is not None else ():
+            self._call_drafter(d, "attach", slot, params.info)
 
     def propose(
         self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0
@@ -567,7 +556,8 @@ def warmup() -> None:
     tables.reserve(0, 2)
     batch = pack([Span(0, np.array([1], np.int32), 0)], tables)
     proposer.remember(np.array([1, 2, 3], np.int32))
-    proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
+    params = DraftParams(stops=[5], prediction=np.array([3, 1], np.int32), n_output=1)
+    proposer.begin(0, np.array([1, 2, 3, 1, 2], np.int32), params)
     trees = proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 4)
     seen = PassTopK(np.array([[0, -1, 0]]), batch, *find_topk(np.zeros((1, 16), np.float32)))
     proposer.observe(slots, [np.full(40, 3, np.int32)], [np.arange(min(len(trees[0]), 1), dtype=np.int32)], seen)

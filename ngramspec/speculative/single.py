@@ -16,10 +16,12 @@ from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.outputs import DraftTree
 from ngramspec.speculative.base import (
+    DRAFT_DEFAULTS,
     NO_TREE,
     Candidates,
     CanDraw,
     Drafter,
+    DraftParams,
     NeedsHiddenStates,
     NeedsKvRoom,
     NeedsModel,
@@ -27,7 +29,6 @@ from ngramspec.speculative.base import (
     NeedsTopK,
     PassTopK,
     RunningSequence,
-    SequenceInfo,
     Speculator,
     is_sound,
     iterate_topk,
@@ -63,11 +64,11 @@ class SingleDrafter(Speculator):
     def has_room(self, n_tokens: Sequence[int]) -> bool:
         return not isinstance(self.drafter, NeedsKvRoom) or self._call_drafter("has_room", n_tokens) is not False
 
-    def begin(self, slot: int, tokens: np.ndarray, *, text: SequenceInfo | None = None, **_: Any) -> None:
+    def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:
         self._begun.add(slot)
         self._call_drafter("begin", slot, tokens)
-        if text is not None and isinstance(self.drafter, NeedsText):
-            self._call_drafter("attach", slot, text)
+        if params.info is not None and isinstance(self.drafter, NeedsText):
+            self._call_drafter("attach", slot, params.info)
 
     def propose(
         self, slots: np.ndarray, max_depth: np.ndarray, cost_ms: np.ndarray, base_rows: int, max_nodes: int, threshold: float = 0.0

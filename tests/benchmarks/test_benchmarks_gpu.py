@@ -26,7 +26,7 @@ from ngramspec import Engine, SamplingParams
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.shapes import read_shape
 from ngramspec.sampling.batch import compute_depths
-from ngramspec.speculative.base import SequenceInfo
+from ngramspec.speculative.base import DraftParams, SequenceInfo
 from ngramspec.speculative.single import SingleDrafter
 
 CONFIG = {
@@ -186,7 +186,7 @@ def test_fixed_length_is_a_chain_within_bounds() -> None:
 def test_foretold_drafts_lie_on_the_known_text(tree: bool) -> None:
     known = list(range(10, 40))
     drafts = SingleDrafter(Foretold({(1, 2): known}, 100, tree=tree), vocab_size=100, spec_length=5, spec_rows=10)
-    drafts.begin(3, np.array([1, 2, 10], np.int32), text=SequenceInfo(None, 2, 64))  # type: ignore[arg-type]
+    drafts.begin(3, np.array([1, 2, 10], np.int32), DraftParams(info=SequenceInfo(None, 2, 64)))  # type: ignore[arg-type]
     slots = np.array([3], np.int32)
     for at in (1, 4):
         (found,) = drafts.propose(slots, np.array([5], np.int32), np.ones(1), 1, 64)

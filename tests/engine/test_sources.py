@@ -23,6 +23,7 @@ from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative import datastore_drafter, ngram_table
+from ngramspec.speculative.base import DraftParams
 from ngramspec.speculative.budget.backoff import MAX_PERIOD
 from ngramspec.speculative.budget.threshold import SpeculationThreshold
 from ngramspec.speculative.proposer import Proposer
@@ -317,8 +318,8 @@ def test_files_like_a_request_come_from_stores_that_it_may_use(tmp_path: Path, t
         seen: list[int] = []
         begin = core.speculator.begin
 
-        def spy(slot: int, tokens: np.ndarray, **rest: object) -> None:
-            begin(slot, tokens, **rest)  # type: ignore[arg-type]
+        def spy(slot: int, tokens: np.ndarray, params: DraftParams) -> None:
+            begin(slot, tokens, params)
             seen.append(int(core.speculator._states[slot, ngram_table.N_SIMILAR]))  # type: ignore[union-attr]
 
         core.speculator.begin = spy  # type: ignore[method-assign]

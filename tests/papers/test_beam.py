@@ -109,7 +109,7 @@ class Oracle:
         self.beams: set[tuple[int, ...]] = set()
         self.text: dict[int, tuple[int, ...]] = {}
 
-    def begin(self, place: int, tokens: np.ndarray, stops: tuple[int, ...]) -> None:
+    def begin(self, place: int, tokens: np.ndarray, params: Any) -> None:
         self.text[place] = tuple(tokens.tolist())
 
     def observe(self, places: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: Any) -> None:

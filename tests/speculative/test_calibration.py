@@ -7,6 +7,7 @@ import pytest
 
 from ngramspec.outputs import Reliability
 from ngramspec.speculative import Candidates, Proposer
+from ngramspec.speculative.base import DraftParams
 from ngramspec.speculative.calibration import (
     LEVELS,
     count_node,
@@ -213,7 +214,7 @@ def test_temperature_takes_from_confidence() -> None:
 
     def probs(temperature: float) -> np.ndarray:
         proposer = Proposer(vocab_size=VOCAB, max_seqs=1)
-        proposer.begin(0, text, temperature=temperature)
+        proposer.begin(0, text, DraftParams(temperature=temperature))
         return proposer.propose(SLOT, np.array([8], np.int32), COST_MS, 1, 8)[0].probs
 
     greedy, warm, hot = probs(0.0), probs(0.3), probs(1.0)

@@ -12,7 +12,7 @@ from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import find_topk
 from ngramspec.speculative import Candidates, Drafter, Proposer, features, tree_builder, warmup
-from ngramspec.speculative.base import PassTopK
+from ngramspec.speculative.base import DraftParams, PassTopK
 from ngramspec.speculative.budget import marginal_cost
 from ngramspec.speculative.feature_weights import load_weights, make_cold_weights, save_weights
 from ngramspec.speculative.proposer import SOURCES, TENANTS
@@ -80,7 +80,7 @@ def test_trees_keep_their_limits(texts, output, length, rows, max_nodes, slope):
     proposer = Proposer(vocab_size=10, spec_length=length, spec_rows=rows, max_seqs=6, history=64)
     slots = ints(*range(1, 1 + len(texts)))
     for slot, text in zip(slots, texts, strict=True):
-        proposer.begin(int(slot), ints(*text), banned=[3], stops=[5, 3])
+        proposer.begin(int(slot), ints(*text), DraftParams(banned=[3], stops=[5, 3]))
     depth = np.arange(len(texts), dtype=np.int32) * 3
     at = 0
     while at < len(output):
@@ -127,7 +127,7 @@ def test_a_chain_is_grown_and_not_cut_out_of_a_tree():
     assert max(map(len, paths(tree))) < len(chain) == 8
     first, other = ([3, 4, 5, 6, 7, 8], [33, 34, 35, 36, 37, 38])[:: 1 if chain.tokens[0] == 3 else -1]
     assert chain.tokens.tolist()[:6] == first
-    proposer.begin(0, ints(*tokens), banned=first[:1])
+    proposer.begin(0, ints(*tokens), DraftParams(banned=first[:1]))
     (chain,) = propose(proposer, cost=FREE, max_nodes=6)
     assert chain.tokens.tolist() == other, "what is banned leaves its place to the next"
 
@@ -367,8 +367,8 @@ def test_slots_are_reused_and_resumed():
 
 def test_many_banned_tokens():
     proposer = Proposer(vocab_size=1000, max_seqs=3)
-    proposer.begin(1, ints(*[1, 2, 3, 4] * 10), banned=range(100, 900), stops=[3])
-    proposer.begin(2, ints(*[200, 201] * 10), banned=range(100, 900))
+    proposer.begin(1, ints(*[1, 2, 3, 4] * 10), DraftParams(banned=range(100, 900), stops=[3]))
+    proposer.begin(2, ints(*[200, 201] * 10), DraftParams(banned=range(100, 900)))
     trees = propose(proposer, (1, 2), cost=FREE)
     assert len(trees[1]) == 0
     assert all(3 not in path[:-1] for path in paths(trees[0]))
@@ -420,13 +420,13 @@ def sources(proposer, tree):
 def test_finished_answers_speak_in_later_sequences_of_the_same_tenant():
     proposer = Proposer(vocab_size=100, max_seqs=2, weights=make_cold_weights())
     proposer.remember(ints(*range(10, 40)), "a")
-    proposer.begin(0, ints(1, 2, 12, 13, 14), tenant="a")
-    proposer.begin(1, ints(1, 2, 12, 13, 14), tenant="b")
+    proposer.begin(0, ints(1, 2, 12, 13, 14), DraftParams(tenant="a"))
+    proposer.begin(1, ints(1, 2, 12, 13, 14), DraftParams(tenant="b"))
     mine, others = propose(proposer, (0, 1), cost=FREE)
     assert [15, 16, 17, 18] in paths(mine)
     assert sources(proposer, mine)[15, 16] == "answers"
     assert len(others) == 0
-    proposer.begin(1, ints(1, 2, 12, 13, 14), tenant=None)
+    proposer.begin(1, ints(1, 2, 12, 13, 14), DraftParams(tenant=None))
     assert len(propose(proposer, (1,), cost=FREE)[0]) == 0
 
 
@@ -463,13 +463,13 @@ def test_answers_are_bounded_and_can_be_off():
 
 def test_the_tenant_not_heard_of_for_longest_is_forgotten():
     proposer = Proposer(vocab_size=1000, max_seqs=1, weights=make_cold_weights())
-    proposer.begin(0, ints(1, 2), tenant="t0")
+    proposer.begin(0, ints(1, 2), DraftParams(tenant="t0"))
     for i in range(TENANTS + 1):
         proposer.remember(ints(1, 2, 3), f"t{i}")
     propose(proposer, cost=FREE)  # t0 is gone under a running sequence: nothing is read from freed tables
     drafted = []
     for i in range(TENANTS + 1):
-        proposer.begin(0, ints(1, 2), tenant=f"t{i}")
+        proposer.begin(0, ints(1, 2), DraftParams(tenant=f"t{i}"))
         drafted.append(len(propose(proposer, cost=FREE)[0]))
     assert drafted == [0] + [1] * TENANTS
 
@@ -477,7 +477,7 @@ def test_the_tenant_not_heard_of_for_longest_is_forgotten():
 def test_a_prediction_is_followed_from_its_first_token_and_again_after_a_departure():
     proposer = Proposer(vocab_size=1000, max_seqs=1)
     foreseen = np.arange(100, 160, dtype=np.int32)
-    proposer.begin(0, ints(1, 2, 3), prediction=foreseen)
+    proposer.begin(0, ints(1, 2, 3), DraftParams(prediction=foreseen))
     tree = propose(proposer)[0]
     assert paths(tree)[:3] == [[100], [100, 101], [100, 101, 102]]
     assert set(sources(proposer, tree).values()) == {"prediction"}
@@ -494,7 +494,7 @@ def test_a_prediction_is_followed_from_its_first_token_and_again_after_a_departu
 
 def test_a_sequence_resumes_in_the_middle_of_its_prediction():
     proposer = Proposer(vocab_size=1000, max_seqs=1)
-    proposer.begin(0, ints(1, 2, 3, *range(100, 110)), prediction=np.arange(100, 160, dtype=np.int32), n_output=10)
+    proposer.begin(0, ints(1, 2, 3, *range(100, 110)), DraftParams(prediction=np.arange(100, 160, dtype=np.int32), n_output=10))
     assert paths(propose(proposer)[0])[0] == [110]
 
 
@@ -502,7 +502,7 @@ def test_a_sequence_resumes_in_the_middle_of_its_prediction():
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=60), st.lists(st.integers(0, 6), min_size=1, max_size=60), st.data())
 def test_any_prediction_is_harmless(foreseen, text, data):
     proposer = Proposer(vocab_size=7, max_seqs=1, weights=make_cold_weights())
-    proposer.begin(0, ints(0), prediction=ints(*foreseen))
+    proposer.begin(0, ints(0), DraftParams(prediction=ints(*foreseen)))
     made = 0
     while made < len(text):
         tree = propose(proposer, cost=FREE)[0]
