@@ -25,7 +25,7 @@ from ngramspec.sampling.batch import Span
 from ngramspec.speculative.base import DRAFT_DEFAULTS, DraftParams, PassTopK
 from ngramspec.speculative.budget.cost_model import CostModel, Load
 from ngramspec.speculative.ngram_table import LADDER, REACH
-from ngramspec.speculative.proposer import Proposer
+from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.speculative.single import SingleDrafter
 
 
@@ -137,7 +137,7 @@ def make_chain(text, length):
     return text[n:]
 
 
-class FixedLength(Proposer):
+class FixedLength(TreeProposer):
     """Drafts as the engine's peers make them: a chain of as many tokens as asked for, wherever the text itself knows how to go on."""
 
     def __init__(self, length: int, *, vocab_size: int, max_seqs: int) -> None:

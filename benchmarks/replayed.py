@@ -21,7 +21,7 @@ from ngramspec.datastore import Datastore
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.speculative.base import DraftParams, PassTopK, SequenceInfo
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
-from ngramspec.speculative.proposer import ANSWERS, HISTORY, Proposer
+from ngramspec.speculative.proposer import ANSWERS, HISTORY, TreeProposer
 
 MAX_ROWS = 64  # of a draft
 FIGURES = ("tokens_per_pass", "rows_per_pass", "us_per_pass", "speed_flat", "speed_steep")
@@ -95,12 +95,12 @@ class ReplayedProposer(Replayed):
 
 def make_proposer(
     *, answers: bool = False, stores: Sequence[Datastore] = (), similar: bool = True, vocab_size: int = 0, **more: Any
-) -> Proposer:
+) -> TreeProposer:
     """`vocab_size` above 0: with the model's own candidates, where the traces have them."""
     stored = SuffixDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None
     if stored is not None:
         stored.wait_until_loaded()
-    return Proposer(
+    return TreeProposer(
         vocab_size=vocab_size or 2**31 - 1,
         max_seqs=1,
         spec_rows=MAX_ROWS,

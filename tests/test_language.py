@@ -28,7 +28,7 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in sorted((ROOT / "docs").glob("*.md")) if path != GLOSSARY)]
 
 LIMITS = {  # a limit may only fall
-    "class names with two meanings": 1,
+    "class names with two meanings": 0,
     "file names with two meanings": 0,
     "bare-word function names, percent": 24,
     "bare-word function names that are no listed verb": 320,

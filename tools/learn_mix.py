@@ -257,7 +257,7 @@ def _sample(draft_state, external, n_drafters, history, output, top, logits, end
     return n
 
 
-def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, external: ExternalTrees, n_drafters: int) -> Samples:
+def follow(tables: proposer.TreeProposer, t: Made, ends: int, position: int, external: ExternalTrees, n_drafters: int) -> Samples:
     """Return the samples of a trace, which `tables` has begun at slot 0. `ends`: 1 if its end is known, else 0."""
     rows = (len(t.output) + 1) * features.MAX_CANDIDATES
     samples = Samples(
@@ -273,7 +273,7 @@ def follow(tables: proposer.Proposer, t: Made, ends: int, position: int, externa
 def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
     """Return the samples of all traces. `weights` only say which candidate counts as the predicted one."""
     parts = []
-    tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
+    tables = proposer.TreeProposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
     position = 0
     for t in traces:
         tables.begin(0, t.prompt, DraftParams(prediction=t.prediction, tenant=str(t.session)))

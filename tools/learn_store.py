@@ -117,7 +117,7 @@ def trees_of(drafter: SuffixDrafter, trace: Made) -> ExternalTrees:
 def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
     """Return the samples of all positions with a match in a datastore."""
     parts = []
-    tables = proposer.Proposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
+    tables = proposer.TreeProposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
     position = 0
     for t in traces:
         tenant = str(t.session) if t.session % 2 else None

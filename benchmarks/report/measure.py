@@ -35,7 +35,7 @@ from ngramspec.papers.count_drafter import Counts
 from ngramspec.papers.registry import make_drafter
 from ngramspec.speculative.base import CanDraw, Drafter, Speculator
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
-from ngramspec.speculative.proposer import SPEC_LENGTH, SPEC_ROWS, Proposer
+from ngramspec.speculative.proposer import SPEC_LENGTH, SPEC_ROWS, TreeProposer
 from ngramspec.speculative.single import SingleDrafter
 
 Cell = dict[str, Any]
@@ -105,11 +105,11 @@ class Bench:
         """All drafters together, with and without the category's datastore, and each alone."""
         store, V = category.store, self.engine.vocab_size
 
-        def merged(*, stored: bool = True, **options: Any) -> Proposer:
+        def merged(*, stored: bool = True, **options: Any) -> TreeProposer:
             similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
             if similar is not None:
                 similar.wait_until_loaded()
-            return Proposer(vocab_size=V, max_seqs=MAX_SEQS, datastore=similar, **options)
+            return TreeProposer(vocab_size=V, max_seqs=MAX_SEQS, datastore=similar, **options)
 
         found: dict[str, Make] = {
             MERGED: merged,

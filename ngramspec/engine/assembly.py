@@ -373,7 +373,7 @@ def speculator(config: EngineConfig, runner: Runner, cost: CostModel, drafters: 
         return SingleDrafter(alone, vocab_size=vocab_size, spec_length=config.spec_length, spec_rows=spec_rows, draws=draws)
     if runner.head is not None and len(drafters) < MAX_DRAFTERS - 1:
         drafters = [*drafters, HeadDrafter(runner.head, float(cost.table[1]))]
-    return proposer.Proposer(
+    return proposer.TreeProposer(
         vocab_size=vocab_size,
         max_order=config.max_order,
         history=config.history,

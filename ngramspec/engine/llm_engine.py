@@ -45,7 +45,7 @@ from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.open_datastores import Store, check_store, name_datastores, open_store
-from ngramspec.speculative.proposer import Proposer
+from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.tokenizer.detokenizer import NoText, SpecialTokens, TextStream
 from ngramspec.tokenizer.encode import Prompt, check_unicode
 
@@ -638,7 +638,7 @@ class Engine:
             raise InvalidInputError(f"length_penalty must be -10 to 10, got {length_penalty}")
         drafts: Speculator = Speculator()
         if speculation and self.speculator.active:
-            drafts = Proposer(vocab_size=self.vocab_size, spec_length=self.speculator.spec_length, max_seqs=width, answers=0)
+            drafts = TreeProposer(vocab_size=self.vocab_size, spec_length=self.speculator.spec_length, max_seqs=width, answers=0)
         search = BeamSearch(
             ids,
             width=width,

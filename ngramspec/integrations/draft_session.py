@@ -22,7 +22,7 @@ from ngramspec.speculative.base import NO_TREE, DraftParams
 from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.draft_stats import CountedPass, DraftStats
-from ngramspec.speculative.proposer import Proposer, warmup
+from ngramspec.speculative.proposer import TreeProposer, warmup
 
 __all__ = ["Guest", "warmup"]
 
@@ -89,7 +89,7 @@ class Guest:
         if not 0 <= slope <= 10:
             raise InvalidInputError(f"slope must be from 0 to 10, got {slope!r}")
         self.vocab_size, self.depth, self.stops = int(vocab_size), int(depth), tuple(stops)
-        self._drafts = Proposer(
+        self._drafts = TreeProposer(
             vocab_size=self.vocab_size, max_seqs=max_seqs, spec_length=depth, spec_rows=depth, answers=answers, recycle=recycle
         )
         self._texts: dict[Hashable, _HostSequence] = {}

@@ -5,6 +5,6 @@ neither torch nor transformers (`trained` apart).
 """
 
 from ngramspec.speculative.base import Candidates, Drafter
-from ngramspec.speculative.proposer import Proposer, warmup
+from ngramspec.speculative.proposer import TreeProposer, warmup
 
-__all__ = ["Candidates", "Drafter", "Proposer", "warmup"]
+__all__ = ["Candidates", "Drafter", "TreeProposer", "warmup"]

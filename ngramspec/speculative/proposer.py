@@ -66,7 +66,7 @@ def _power_of_two(n: int) -> int:
     return 1 << max(int(n) - 1, 1).bit_length()
 
 
-class Proposer(Speculator):
+class TreeProposer(Speculator):
     """Draft trees for up to `max_seqs` sequences at a time. Not thread-safe: one caller, the engine's loop.
 
     `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they hold, `answers` the size of a tenant's
@@ -542,7 +542,7 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def idle() -> NativeDrafting:
     """Return what compiled code needs for sequences without drafts."""
-    proposer = Proposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=make_cold_weights())
+    proposer = TreeProposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=make_cold_weights())
     drafting = proposer.prepare_native(np.empty(0, np.int32), 0)
     assert drafting is not None
     return drafting
@@ -550,7 +550,7 @@ def idle() -> NativeDrafting:
 
 def warmup() -> None:
     """Compile everything that a step needs, or load it from disk. Safe to call from another thread."""
-    proposer = Proposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=make_cold_weights())
+    proposer = TreeProposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=make_cold_weights())
     slots, cost = np.zeros(1, np.int32), np.ones(8)
     tables = BlockTables(1, 1, 16)
     tables.reserve(0, 2)

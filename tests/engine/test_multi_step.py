@@ -17,7 +17,7 @@ from ngramspec.errors import InvalidInputError, NgramspecError
 from ngramspec.sequence_table import STEP_RECORD
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.budget.step_timer import StepTimer
-from ngramspec.speculative.proposer import Proposer
+from ngramspec.speculative.proposer import TreeProposer
 from tests import tiny
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
@@ -55,7 +55,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engin
 
 def learned(engine: Engine) -> list[np.ndarray]:
     proposer = engine.speculator
-    assert isinstance(proposer, Proposer)
+    assert isinstance(proposer, TreeProposer)
     calibration, recycled, weights = proposer._calibration, proposer._recycled, proposer.weights
     return [weights.states, weights.mix, calibration.by_source, calibration.by_level, calibration.verified, recycled.tokens, recycled.keys]
 

@@ -26,7 +26,7 @@ from ngramspec.speculative import datastore_drafter, ngram_table
 from ngramspec.speculative.base import DraftParams
 from ngramspec.speculative.budget.backoff import MAX_PERIOD
 from ngramspec.speculative.budget.threshold import SpeculationThreshold
-from ngramspec.speculative.proposer import Proposer
+from ngramspec.speculative.proposer import TreeProposer
 
 PROMPT = np.random.default_rng(0).integers(0, 250, 20).tolist()
 OTHER = np.random.default_rng(1).integers(0, 250, 20).tolist()
@@ -242,7 +242,7 @@ def test_folders_of_one_name_are_numbered(halves: dict[str, Path], tmp_path: Pat
 def test_stores_come_and_go_under_running_requests(halves: dict[str, Path], truth: list[int]) -> None:
     with build() as engine:
         assert engine.complete(PROMPT, PARAMS).token_ids == truth
-        assert isinstance(engine.speculator, Proposer)
+        assert isinstance(engine.speculator, TreeProposer)
         forward = engine.runner.forward
 
         def unhurried(batch: Batch) -> Output:
@@ -313,7 +313,7 @@ def test_files_like_a_request_come_from_stores_that_it_may_use(tmp_path: Path, t
     with build() as engine:
         engine.add_datastore("mine", tmp_path / "store")
         core = engine.core
-        assert isinstance(core.speculator, Proposer)
+        assert isinstance(core.speculator, TreeProposer)
         assert core.speculator.datastore is not None
         seen: list[int] = []
         begin = core.speculator.begin
@@ -331,7 +331,7 @@ def test_files_like_a_request_come_from_stores_that_it_may_use(tmp_path: Path, t
 
 def test_a_sequence_that_ended_while_there_was_no_store_wakes_none_later(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that brings nothing is asked once in many passes, whoever was there before it."""
-    opened, drafts, cost = Datastore.open(store), Proposer(vocab_size=tiny.VOCAB, max_seqs=2), np.arange(1.0, 10.0)
+    opened, drafts, cost = Datastore.open(store), TreeProposer(vocab_size=tiny.VOCAB, max_seqs=2), np.arange(1.0, 10.0)
     slots, depth, nothing = np.array([1], np.int32), np.array([4], np.int32), np.empty(0, np.int32)
     foreign = np.array([200, 201, 202], np.int32)
     drafts.use_datastores({"store": opened}, [])

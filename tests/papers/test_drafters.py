@@ -17,7 +17,7 @@ from ngramspec.papers.lookahead import Lookahead
 from ngramspec.papers.recycling import TokenRecycling
 from ngramspec.papers.registry import NAMES, make_drafter
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.speculative import Drafter, Proposer
+from ngramspec.speculative import Drafter, TreeProposer
 from ngramspec.speculative.base import Speculator
 from ngramspec.speculative.budget.backoff import DrafterBackoff
 from ngramspec.speculative.single import SingleDrafter
@@ -94,7 +94,7 @@ def test_same_tokens_as_without(
     drafter = MAKERS[name](tmp_path)
     if merged:
         engine.core.cost = tiny.FreeRows()
-        engine.core.use(Proposer(vocab_size=tiny.VOCAB, max_seqs=3, recycle=False, drafters=[drafter]))
+        engine.core.use(TreeProposer(vocab_size=tiny.VOCAB, max_seqs=3, recycle=False, drafters=[drafter]))
     else:
         engine.core.use(SingleDrafter(drafter, vocab_size=tiny.VOCAB, spec_length=64, spec_rows=64))
     greedy, sampled = engine.complete(asked, GREEDY), engine.complete(asked, SAMPLED)
@@ -102,7 +102,7 @@ def test_same_tokens_as_without(
     assert [c.token_ids for c in sampled] == expected[1]
     proposer = engine.speculator
     assert proposer is not None
-    assert (proposer.drafters if isinstance(proposer, Proposer) else [proposer.drafter]) == [drafter], "it was not switched off"
+    assert (proposer.drafters if isinstance(proposer, TreeProposer) else [proposer.drafter]) == [drafter], "it was not switched off"
     assert sum(c.stats.drafted_by_source.get(name, 0) for c in greedy + sampled) > 100
     assert sum(c.stats.accepted_by_source.get(name, 0) for c in greedy) > 0
     if not merged:

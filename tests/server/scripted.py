@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.speculative.base import Candidates
-from ngramspec.speculative.proposer import Proposer
+from ngramspec.speculative.proposer import TreeProposer
 
 POSITIONS = 448
 
@@ -40,7 +40,7 @@ class Gate:
 
     def reach(self, engine: Engine) -> None:
         """Be asked in every step, though the time for which it holds texts never pays."""
-        assert isinstance(engine.speculator, Proposer)
+        assert isinstance(engine.speculator, TreeProposer)
         for backoff in engine.speculator._backoffs:
             backoff.should_ask = lambda: True  # type: ignore[method-assign]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.speculative import ngram_table
-from ngramspec.speculative.proposer import Proposer
+from ngramspec.speculative.proposer import TreeProposer
 
 NONE = [np.empty(0, np.int32)]
 
@@ -48,18 +48,18 @@ def test_token_keys_are_fnv1a_of_little_endian_bytes_newest_first():
         assert int(keys[k]) == fnv1a(b"".join(int(t).to_bytes(4, "little") for t in tokens[::-1][:n]))
 
 
-def started(tokens, history, **options) -> Proposer:
-    proposer = Proposer(vocab_size=2**20, max_seqs=2, history=history, **options)
+def started(tokens, history, **options) -> TreeProposer:
+    proposer = TreeProposer(vocab_size=2**20, max_seqs=2, history=history, **options)
     proposer.begin(0, np.asarray(tokens, np.int32))
     return proposer
 
 
-def feed(proposer: Proposer, tokens) -> None:
+def feed(proposer: TreeProposer, tokens) -> None:
     if len(tokens):
         proposer.observe(np.zeros(1, np.int32), [np.asarray(tokens, np.int32)], NONE)
 
 
-def read(proposer: Proposer, text) -> dict[int, tuple[int, list[tuple[int, int, int]]]]:
+def read(proposer: TreeProposer, text) -> dict[int, tuple[int, list[tuple[int, int, int]]]]:
     """Context length -> (total, continuations as (token, count, last position)), as the tables say."""
     state, contexts = proposer._states[0], proposer._contexts
     seq = ngram_table.view_arrays(state, contexts)
@@ -79,7 +79,7 @@ def read(proposer: Proposer, text) -> dict[int, tuple[int, list[tuple[int, int, 
     return out
 
 
-def memory(proposer: Proposer) -> int:
+def memory(proposer: TreeProposer) -> int:
     """Bytes that the tables take."""
     buffer = proposer._buffers[0]
     return 0 if buffer is None else buffer.nbytes
@@ -131,7 +131,7 @@ def test_what_leaves_the_window_is_exactly_forgotten(text, history):
     assert entries(long) == entries(short)
 
 
-def entries(proposer: Proposer) -> list[tuple[int, int]]:
+def entries(proposer: TreeProposer) -> list[tuple[int, int]]:
     """Every entry of the tables as (key, total), sorted."""
     table = ngram_table.view_arrays(proposer._states[0], proposer._contexts).table.reshape(-1, 2)
     rows = table[table[:, 0] != 0]
