@@ -79,7 +79,7 @@ def find_parameters(gguf: Gguf, folder: Path, model: PreTrainedModel) -> TensorS
     for name, buffer in model.named_buffers():
         if name in names:
             stored[name] = apply_rule(gguf, files, names[name], tuple(buffer.shape))
-            buffer.copy_(torch.from_numpy(stored[name].float32()))
+            buffer.copy_(torch.from_numpy(stored[name].float32()).view(buffer.shape))
             used.add(names[name].tensor)
     if ROPE_FACTORS in gguf.tensors:
         _scale_angles(model, locate_tensor(gguf, files, gguf.tensors[ROPE_FACTORS]).float32())

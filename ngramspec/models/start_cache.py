@@ -343,7 +343,7 @@ def read_tensor_names(folder: Path) -> dict[str, TensorUse]:
 def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape: tuple[int, ...]) -> StoredTensor:
     """Return the parameter of this shape that is made of a tensor. Raises UnsupportedModelError."""
     if use.rule == "number":
-        return NumberTensor(kind="F32", shape=shape, number=read_layer_number(file, use.tensor, use.first))
+        return NumberTensor(kind="F32", shape=shape or (1,), number=read_layer_number(file, use.tensor, use.first))
     plain = locate_tensor(file, files, file.tensors[use.tensor])
     if use.other and use.other not in file.tensors:
         raise UnsupportedModelError(f"{file.path}: it has the tensor {use.tensor}, and lacks {use.other}")

@@ -88,7 +88,7 @@ def test_every_matrix_may_be_of_another_type(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt-oss, mxfp4", "afmoe", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *MAMBA, *LATENT]
+    "case", ["apertus", "gpt-oss, mxfp4", "afmoe", "gemma4", "gemma4, shared", "gemma4, experts", "lfm2", "lfm2moe", *MAMBA, *LATENT]
 )
 def test_drafts_batches_and_later_starts_change_no_token(case: str, tmp_path: Path) -> None:
     path = str(tiny_architectures.write(tmp_path / "model.gguf", case))
