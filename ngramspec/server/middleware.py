@@ -37,9 +37,10 @@ _LOGGED = 1024  # unknown fields of a route that the log names, each once
 _JSON = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 _REPOSITORY = re.compile(r"/repo/([^/]+)(/.*)?", re.DOTALL)
-# The data of images and other media as OpenAI's, Anthropic's and Ollama's clients send it, which no route reads.
+# The data of images and other media as OpenAI's, Anthropic's and Ollama's clients send it, which no route reads: its begin, and the rest.
 _IMAGE_DATA = re.compile(
-    rb'((?:"(?:url|image_url|data|file_data)"\s*:\s*"|"images"\s*:\s*\[\s*")(?:data:[\w.+/-]{1,100};base64,)?)[A-Za-z0-9+/_=-]{1024,}"'
+    rb'((?:"(?:url|image_url|data|file_data)"\s*:\s*"|"images"\s*:\s*\[\s*")(?:data:[\w.+/-]{1,100};base64,)?[A-Za-z0-9+/_=-]{1024})'
+    rb"[A-Za-z0-9+/_=-]+"
 )
 _HEADERS = {  # on every response that does not say otherwise
     "X-Content-Type-Options": "nosniff",
@@ -225,8 +226,7 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     declared = int(length) if length.isdigit() and len(length) < 19 else most + 1
     if declared > limit and (b"expect" in headers or declared > most):
         raise _too_long(limits)
-    chunks: list[bytes] = []
-    size = 0
+    read, size = bytearray(), 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -235,17 +235,15 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
         size += len(chunk)
         if size > most:
             raise _too_long(limits)
-        if size > limit:
-            chunks.clear()
-        elif chunk:
-            chunks.append(chunk)
+        if len(read) <= limits.body_bytes and size <= limit:  # else the rest is read, and refused
+            read += chunk
+            if len(read) > limits.body_bytes:
+                read = bytearray(_IMAGE_DATA.sub(rb"\1", read))
         if not message.get("more_body", False):
             break
-    body = b"".join(chunks)
-    if len(body) > limits.body_bytes:
-        body = _IMAGE_DATA.sub(rb'\1"', body)
-    if size > limit or len(body) > limits.body_bytes:
+    if size > limit or len(read) > limits.body_bytes:
         raise _too_long(limits)
+    body = bytes(read)
     return replace_lone_surrogates(body) if b"\\ud" in body or b"\\uD" in body else body
 
 
