@@ -380,7 +380,8 @@ KIND = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), p
 @pytest.mark.skipif(KIND not in OTHERS, reason=f"no other processor of the kind {KIND} is known here")
 def test_bits_are_those_of_another_processor() -> None:
     """A processor without this one's best instructions has other ones, other tiles and other sums of rows."""
-    path = os.pathsep.join((str(Path(__file__).parents[3]), str(Path(__file__).parent)))
+    here = Path(__file__).parent
+    path = os.pathsep.join(map(str, (here.parents[2], here.parents[1], here)))
     name, features, target = OTHERS[KIND]
     variables = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "PYTHONPATH": path}
     command = [sys.executable, "-c", "import test_kernels; print(test_kernels.digest())"]
