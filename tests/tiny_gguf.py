@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import tiny
+from block_factors import write_factors
 
 from ngramspec.models.tensor_source import KINDS
 
@@ -125,15 +126,6 @@ def matrix(name: str, shape: tuple[int, ...], kind: str, std: float = 0.3) -> np
             scales = _random(f"{name} {at}").uniform(most / 2, most, blocks.shape[:2]).astype(np.float16)
             write_factors(kind, blocks, at, scales)
     return blocks.reshape(shape[0], -1)
-
-
-def write_factors(kind: str, blocks: np.ndarray, at: int, factors: np.ndarray) -> None:
-    """Write a float16 [N, B] into every block [N, B, bytes]; IQ1_M has its four parts in the highest bits of its last words."""
-    if kind == "IQ1_M":
-        for i in range(4):
-            blocks[:, :, 49 + 2 * i] = blocks[:, :, 49 + 2 * i] & 15 | (factors.view(np.uint16) >> 4 * i & 15) << 4
-    else:
-        blocks[:, :, at : at + 2] = factors[:, :, None].view(np.uint8)
 
 
 def _random(name: str) -> np.random.Generator:

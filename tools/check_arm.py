@@ -85,7 +85,7 @@ def print_digests(python: list[str], paths: list[Path], cache: Path, parts: list
     assert spec is not None
     assert spec.origin is not None
     model = next(Path(spec.origin).parent.glob("*.gguf"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "NGRAMSPEC_CACHE": str(cache)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, HERE / "tests"])), "NGRAMSPEC_CACHE": str(cache)}
     folder = HERE / "tests/backends/cpu"
     done = subprocess.run(
         [*python, "print_digests.py", str(model), *parts], cwd=folder, env=environment, stdout=subprocess.PIPE, check=True

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import gguf
 import numpy as np
-import tiny_gguf
+from block_factors import write_factors
 from numba import njit
 
 from ngramspec.backends.cpu.codegen.activations import LEAST
@@ -50,7 +50,7 @@ def rows_of_kind(kind: str, n: int, k: int, seed: int = 0, special: bool = False
         factors = (rng.uniform(1e-3, 1e-2, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])).astype(np.float16)
         if special:
             factors = np.where(rng.random(factors.shape) < 0.4, rng.choice(np.array(SPECIAL, np.float16), factors.shape), factors)
-        tiny_gguf.write_factors(kind, blocks, at, factors)
+        write_factors(kind, blocks, at, factors)
     return blocks.reshape(n, -1)
 
 
