@@ -3,7 +3,8 @@
     python -m tools.record_keys LLAMA_CPP PYTHON      # llama.cpp's sources, and a Python with llama-cpp-python of the same version (0.3.36)
 
 Every key that the loader of a file's architecture reads, by `src/models/*.cpp`, is left out of the file and then given other values. What
-llama.cpp refuses, and what changes a logit, is written to tests/models/llama_keys.json: by case [key, value], null for a key left out.
+changes a logit is written to tests/models/llama_keys.json, and so are values that llama.cpp refuses: by case [key, value], null for a key
+left out. Keys without which it refuses the file are not: what they are by default concerns no file that it computes.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def main() -> None:
                 [key, value]
                 for key in sorted(keys[architecture] & VALUES.keys())
                 for value in (None, *VALUES[key])
-                if llama.compute(tiny.write(Path(folder) / "model.gguf", case, changed={key: value})) != usual
+                if (found := llama.compute(tiny.write(Path(folder) / "model.gguf", case, changed={key: value}))) != usual
+                and (found is not None or value is not None)
             ]
         print(case, len(record[case]), flush=True)
     RECORD.write_text("{\n" + ",\n".join(f"{json.dumps(case)}: {json.dumps(found)}" for case, found in record.items()) + "\n}\n")

@@ -217,6 +217,8 @@ def read_minimax_m2(metadata: GgufMetadata, config: Config) -> Config:
 def read_afmoe(metadata: GgufMetadata, config: Config) -> Config:
     """Read AFMoE's config (Trinity). Its layers without windows have no rotary embedding; llama.cpp has one in four of them, by number."""
     experts = read_grouped_experts(metadata, normalise=True, scoring=SIGMOID)
+    if not metadata.is_stated("expert_weights_norm", True):
+        raise metadata.make_refusal("expert_weights_norm", False, "true")
     if (n_groups := experts.pop("n_group")) > 1:
         raise metadata.make_refusal("expert_group_count", n_groups, "1")
     types = metadata.get_layer_types(4)

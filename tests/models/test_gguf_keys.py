@@ -53,7 +53,9 @@ def is_known(case: str, key: str, value: object) -> bool:
     if key == "nextn_predict_layers":
         return True  # the layer of a head is left out, and must be there
     sizes = ("attention.key_length", "attention.value_length", "attention.head_count_kv")
-    return "attention.key_length_mla" in stated and key in sizes  # of rows that llama.cpp keeps, told by the other sizes
+    is_absorbed, is_latent = ("attention." + name in stated for name in ("key_length_mla", "kv_lora_rank"))
+    # Of rows that llama.cpp keeps, told by the other sizes.
+    return (is_absorbed and key in sizes) or (is_latent and key == "attention.head_count_kv")
 
 
 @pytest.mark.parametrize("case", RECORD)
