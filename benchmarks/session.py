@@ -101,6 +101,13 @@ class Ring:
                 del chunks[i]
         self._queued = [*self._queued[-15:], (path, chunk)]
 
+    def fill(self, functions: list[NewFunction]) -> None:
+        """Take chunks from around functions that were visited before the session, until there are as many as it keeps."""
+        for function in functions:
+            self.leave(function)
+            while len(self._chunks) < self._size and self.update():
+                pass
+
     def leave(self, function: NewFunction) -> None:
         """Pick what stands around a function that has been written and saved."""
         for _ in range(2):
@@ -240,6 +247,12 @@ async def complete(address: ServerAddress, body: dict[str, Any], times: list[flo
     return text
 
 
+async def warm_up(server: ReplayedServer) -> None:
+    """Have the server compute the ring's chunks, as an editor does each time that they change."""
+    body = {"id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": server.ring.get_extra(), "prompt": "", "n_predict": 0}
+    await fetch(server.address, "/infill", body)
+
+
 async def read_on(server: ReplayedServer, function: NewFunction, seconds: float) -> None:
     """Open the function's file and read for some seconds, while the server is told of new chunks, which nobody waits for."""
     ring, after = server.ring, function.after.split("\n")
@@ -248,8 +261,7 @@ async def read_on(server: ReplayedServer, function: NewFunction, seconds: float)
     for _ in range(round(seconds)):
         await asyncio.sleep(1)
         if ring.update():
-            body = {"id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": ring.get_extra(), "prompt": "", "n_predict": 0}
-            tasks.append(asyncio.create_task(fetch(server.address, "/infill", body)))
+            tasks.append(asyncio.create_task(warm_up(server)))
     lines = function.before.split("\n")
     ring.pick(function.path, lines[-SCOPE_LINES:-PREFIX_LINES], replaces=False)
     ring.pick(function.path, after[SUFFIX_LINES : SUFFIX_LINES + CHUNK_LINES], replaces=False)
@@ -384,6 +396,11 @@ def summarise(server: ReplayedServer) -> dict[str, Any]:
 
 async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction], args: argparse.Namespace) -> None:
     """Have every server serve the writing of every function, in turns."""
+    if args.ring:
+        visited = find_new_functions(args.old, args.new, len(functions) + args.ring)
+        for server in servers.values():
+            server.ring.fill([each for each in visited if each not in functions])
+            await warm_up(server)
     for n, (function, order) in enumerate(zip(functions, common.order_turns(list(servers), len(functions)), strict=True)):
         for name in order:
             server = servers[name]
