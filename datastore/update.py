@@ -7,8 +7,6 @@ read and has the same content is kept. Files that were left out by what is in th
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +24,7 @@ from .commit import StoreWriter, lock_for_writing
 from .corpus import CorpusError, CorpusOptions, CorpusSource, Document, FoundFile
 from .errors import DatastoreCorruptError, EmptyCorpusError, TokenizerMismatchError
 from .format import SegmentEntry, check_bodies, map_segment
+from .garbage import pause_collector
 from .manifest import Manifest, read_left_out, write_left_out
 from .progress import ProgressCallback, Summary, ignore_progress
 from .recorder import Recorder
@@ -92,7 +91,7 @@ def update(
         old = lock.standing
         encoder = get_encoder(folder, old, tokenizer, name)
         recorder.report()
-        with recorder.measure("looking"), _pause_collection():
+        with recorder.measure("looking"), pause_collector():  # tuples of every file are made, all in use
             sources = _combine_sources(old, added)
             before = parse_options(old)
             walked = options or before
@@ -214,18 +213,6 @@ def read_stored_documents(folder: Path, manifest: Manifest) -> Iterator[StoredDo
             except UnicodeDecodeError as error:
                 raise DatastoreCorruptError(f"{segment.path}: paths: document {doc} has a path that is not UTF-8") from error
             yield StoredDocument((number, doc), path, size, mtime_ns, hashes[16 * doc : 16 * doc + 16])
-
-
-@contextlib.contextmanager
-def _pause_collection() -> Iterator[None]:
-    """Collect no cyclic garbage in the `with` block: it makes tuples of every file, all in use, which would take a quarter of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def get_encoder(folder: Path, manifest: Manifest, tokenizer: Tokenizer | Encoder | None = None, name: str | None = None) -> Encoder:

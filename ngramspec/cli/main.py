@@ -19,7 +19,6 @@ from typer.core import TyperGroup
 
 from ngramspec import __version__
 from ngramspec.cli.common import BadInputError, MissingPackagesError, missing_packages, to_printable
-from ngramspec.garbage import pause_collector
 
 INTERRUPTED = 130
 
@@ -41,6 +40,8 @@ class _Commands(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if isinstance(found := self.data[name], str):
             module, _, attribute = found.partition(":")
+            from ngramspec.datastore.garbage import pause_collector
+
             with pause_collector():
                 found = getattr(importlib.import_module(f"ngramspec.cli.{module}"), attribute)
             if not isinstance(found, typer.Typer):

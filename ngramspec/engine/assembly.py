@@ -26,9 +26,9 @@ from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
+from ngramspec.datastore.garbage import pause_collector
 from ngramspec.engine import background_compiler
 from ngramspec.errors import InvalidInputError, MissingPackageError
-from ngramspec.garbage import pause_collector
 from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory

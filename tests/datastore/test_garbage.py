@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from ngramspec.garbage import pause_collector
+from ngramspec.datastore.garbage import pause_collector
 
 
 def test_the_collector_runs_again_after_the_outermost_pause() -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def pause_collector() -> Iterator[None]:
     """Collect no cycles while many objects are made that stay: modules, vocabularies. Each time their number has grown by a quarter, all of
-    them would be looked at again: 0.6 s of a model's first start, 0.1 s of a later one. For all threads; can be nested.
+    them would be looked at again: 0.6 s of a model's first start, 0.1 s of a later one, a quarter of the time that an update of a datastore
+    looks at its files. For all threads; can be nested.
     """
     was_enabled = gc.isenabled()
     gc.disable()
