@@ -22,15 +22,29 @@ import numpy as np
 
 from ngramspec.config import EngineConfig
 from ngramspec.datastore.reader import Datastore
-from ngramspec.engine import assembly, native_steps, sequence
+from ngramspec.engine import assembly, native_steps
 from ngramspec.engine.acceptance import Acceptance, acceptance
 from ngramspec.engine.assembly import Progress
 from ngramspec.engine.background_compiler import SAMPLING, STAGES, BackgroundCompiler, warm_up
-from ngramspec.engine.request import BeamControl, ChatOptions, Deliver, Hints, PromptOptions, Request, merge_params, split_options
+from ngramspec.engine.input_processor import InputProcessor
+from ngramspec.engine.request import (
+    BeamControl,
+    ChatFields,
+    ChatOptions,
+    Deliver,
+    Hints,
+    InfillFiles,
+    InfillOptions,
+    PromptOptions,
+    Request,
+    merge_params,
+    split_options,
+    take_options,
+)
 from ngramspec.engine.step import Core
 from ngramspec.engine.streams import ChatStream, Stream, read_last
 from ngramspec.engine.thread import StepThread
-from ngramspec.errors import EngineClosedError, InvalidInputError, PromptTooLongError, UnsupportedModelError
+from ngramspec.errors import EngineClosedError, InvalidInputError, UnsupportedModelError
 from ngramspec.foreign_names import explain_method, explain_options
 from ngramspec.grammar import forced_tokens
 from ngramspec.grammar.base import Constraint, Grammar
@@ -40,19 +54,17 @@ from ngramspec.options import options_of
 from ngramspec.outputs import BLOCK, Beam, Completion, Delta, EngineStatus
 from ngramspec.prompts.chat_reply import ChatDelta, ChatReply, read_delta, read_reply
 from ngramspec.prompts.suggestions import Suggestions
-from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.open_datastores import Store, check_store, name_datastores, open_store
-from ngramspec.speculative.proposer import TreeProposer
-from ngramspec.tokenizer.detokenizer import NoText, SpecialTokens, TextStream
+from ngramspec.tokenizer.detokenizer import TextStream
 from ngramspec.tokenizer.encode import Prompt, check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ngramspec.engine.prompting import ChatInput, Files, PromptMaker
+    from ngramspec.engine.prompting import ChatInput, PromptMaker
 
 __all__ = ["Deliver", "Engine", "Hints", "Request"]
 
@@ -132,6 +144,7 @@ class Engine:
         self._keep, self._architecture = bound.keep, bound.architecture
         self._suggestions = Suggestions()
         self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
+        self._inputs = InputProcessor(bound.encoding, self._grammars, bound.eos_token_ids, self.max_model_len, self.prefix_cache)
         self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
         self._code = bound.code
         weakref.finalize(self, _release, self._thread, self._code, self._grammars).atexit = False
@@ -342,10 +355,7 @@ class Engine:
 
     # ------------------------------------------------------------------ fill in the middle
 
-    def infill(
-        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
-        extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
-    ) -> Completion:  # fmt: skip
+    def infill(self, prefix: str, suffix: str, params: SamplingParams | None = None, **options: Unpack[InfillOptions]) -> Completion:
         """Write what stands between two texts, as an editor asks for at its cursor. The model must have been trained to.
 
         `extra`: further files or parts of files, (path, text) or {path: text}, the least useful first; what does not fit is left out, then
@@ -354,56 +364,45 @@ class Engine:
 
         Raises UnsupportedModelError for a model without such tokens, and what `complete` raises.
         """
-        ids, params, hints = self._prepare_infill(prefix, suffix, params, extra, path, repo, options)
+        ids, params, hints = self._prepare_infill(prefix, suffix, params, options)
         return self.complete(ids, params, **hints)
 
-    async def ainfill(
-        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
-        extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
-    ) -> Completion:  # fmt: skip
+    async def ainfill(self, prefix: str, suffix: str, params: SamplingParams | None = None, **options: Unpack[InfillOptions]) -> Completion:
         """Fill in as `infill` does, for asyncio. Cancelling the task cancels the request."""
-        return await read_last(self.astream_infill(prefix, suffix, params, extra=extra, path=path, repo=repo, **options))
+        return await read_last(self.astream_infill(prefix, suffix, params, **options))
 
-    def stream_infill(
-        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
-        extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
-    ) -> Stream:  # fmt: skip
+    def stream_infill(self, prefix: str, suffix: str, params: SamplingParams | None = None, **options: Unpack[InfillOptions]) -> Stream:
         """Yield what `infill` writes as it is written, as `stream` does."""
-        ids, params, hints = self._prepare_infill(prefix, suffix, params, extra, path, repo, options)
+        ids, params, hints = self._prepare_infill(prefix, suffix, params, options)
         return self.stream(ids, params, **hints)
 
     async def astream_infill(
-        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
-        extra: Files = (), path: str | None = None, repo: str | None = None, **options: Unpack[PromptOptions],
-    ) -> AsyncGenerator[Delta]:  # fmt: skip
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, **options: Unpack[InfillOptions]
+    ) -> AsyncGenerator[Delta]:
         """Yield what `infill` writes as it is written, as `astream` does."""
-        ids, params, hints = await asyncio.to_thread(self._prepare_infill, prefix, suffix, params, extra, path, repo, options)
+        ids, params, hints = await asyncio.to_thread(self._prepare_infill, prefix, suffix, params, options)
         async with contextlib.aclosing(self.astream(ids, params, **hints)) as pieces:
             async for piece in pieces:
                 yield piece
 
     def make_infill_prompt(
-        self, prefix: str, suffix: str, params: SamplingParams | None = None, *,
-        extra: Files = (), path: str | None = None, repo: str | None = None,
-    ) -> tuple[list[int], SamplingParams]:  # fmt: skip
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, **files: Unpack[InfillFiles]
+    ) -> tuple[list[int], SamplingParams]:
         """Return the token ids of what `infill` asks, and `params` that also end at the tokens that end a middle: for `submit`."""
-        return self._prompt_maker.make_infill(prefix, suffix, merge_params(params, {}), extra, path, repo)
+        return self._prompt_maker.make_infill(prefix, suffix, merge_params(params, {}), **files)
 
     def _prepare_infill(
-        self, prefix: str, suffix: str, params: SamplingParams | None, extra: Files, path: str | None, repo: str | None,
-        options: Mapping[str, Any],
-    ) -> tuple[list[int], SamplingParams, Hints]:  # fmt: skip
+        self, prefix: str, suffix: str, params: SamplingParams | None, options: Mapping[str, Any]
+    ) -> tuple[list[int], SamplingParams, Hints]:
         """Return what `complete` takes for a request of `infill`. May take a while."""
-        sampling, hints = split_options(options)
-        ids, params = self.make_infill_prompt(prefix, suffix, merge_params(params, sampling), extra=extra, path=path, repo=repo)
+        files, others = take_options(options, InfillFiles)
+        sampling, hints = split_options(others)
+        ids, params = self._prompt_maker.make_infill(prefix, suffix, merge_params(params, sampling), **files)
         return ids, params, Hints(cursor=(prefix, suffix)) | hints
 
     # ------------------------------------------------------------------ chats
 
-    def chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
-    ) -> ChatReply:  # fmt: skip
+    def chat(self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]) -> ChatReply:
         """Answer a chat through the model's own template.
 
         `messages`: dicts of `role` (system, user, assistant, tool) and `content`, as in OpenAI's API; `reply.message` is the next one.
@@ -415,56 +414,45 @@ class Engine:
         Raises UnsupportedModelError for a model without a template, InvalidInputError for messages that it refuses, and what `complete`
         raises.
         """
-        chat, hints = self._make_chat(messages, params, tools, tool_choice, options)
+        chat, hints = self._make_chat(messages, params, options)
         return read_reply(chat.parser, self.complete(chat.ids, chat.params, **hints))
 
-    async def achat(
-        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
-    ) -> ChatReply:  # fmt: skip
+    async def achat(self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]) -> ChatReply:
         """Answer as `chat` does, for asyncio. Cancelling the task cancels the request."""
-        chat, hints = await asyncio.to_thread(self._make_chat, messages, params, tools, tool_choice, options)
+        chat, hints = await asyncio.to_thread(self._make_chat, messages, params, options)
         return read_reply(chat.parser, await read_last(self.astream(chat.ids, chat.params, **hints)))
 
-    def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
-    ) -> ChatStream:  # fmt: skip
+    def stream_chat(self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]) -> ChatStream:
         """Yield pieces of what `chat` returns as they are written; the last one carries the reply.
 
         Closing or dropping the iterator cancels the request.
         """
-        chat, hints = self._make_chat(messages, params, tools, tool_choice, options)
+        chat, hints = self._make_chat(messages, params, options)
         return ChatStream(self.stream(chat.ids, chat.params, **hints), chat.parser)
 
     async def astream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
-    ) -> AsyncGenerator[ChatDelta]:  # fmt: skip
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> AsyncGenerator[ChatDelta]:
         """Yield what `stream_chat` yields, for asyncio, as `astream` does."""
-        chat, hints = await asyncio.to_thread(self._make_chat, messages, params, tools, tool_choice, options)
+        chat, hints = await asyncio.to_thread(self._make_chat, messages, params, options)
         async with contextlib.aclosing(self.astream(chat.ids, chat.params, **hints)) as pieces:
             async for piece in pieces:
                 if (delta := read_delta(chat.parser, piece)) is not None:
                     yield delta
 
     def make_chat_prompt(
-        self, messages: Messages, params: SamplingParams | None = None, *, tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | Mapping[str, Any] | None = None, **options: Unpack[ChatOptions],
-    ) -> tuple[list[int], SamplingParams]:  # fmt: skip
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> tuple[list[int], SamplingParams]:
         """Return the token ids of what `chat` asks, and `params` that hold the text to calls if they have to: for `submit`."""
-        chat, _ = self._make_chat(messages, params, tools, tool_choice, options)
+        chat, _ = self._make_chat(messages, params, options)
         return chat.ids, chat.params
 
-    def _make_chat(
-        self, messages: Messages, params: SamplingParams | None, tools: Any, choice: Any, options: Any
-    ) -> tuple[ChatInput, Hints]:
-        names = ChatOptions.__annotations__.keys() - PromptOptions.__annotations__.keys()
-        of_chat = {name: value for name, value in options.items() if name in names}
-        sampling, hints = split_options({name: value for name, value in options.items() if name not in of_chat})
+    def _make_chat(self, messages: Messages, params: SamplingParams | None, options: Mapping[str, Any]) -> tuple[ChatInput, Hints]:
+        of_chat, others = take_options(options, ChatFields)
+        sampling, hints = split_options(others)
         if params is not None:
             params, sampling = merge_params(params, sampling), {}
-        return self._prompt_maker.make_chat(messages, params, tools, choice, **of_chat, **sampling), hints
+        return self._prompt_maker.make_chat(messages, params, **of_chat, **sampling), hints
 
     @cached_property
     def _prompt_maker(self) -> PromptMaker:
@@ -489,14 +477,10 @@ class Engine:
         self._thread.check_caller()
         sampling, hints = split_options(options)
         params = merge_params(params, sampling)
-        ids = self.encode(prompt)
-        for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
-            tokens = getattr(params, name) or ()
-            if max(tokens, default=0) >= self.vocab_size:
-                raise InvalidInputError(f"{name} must be for token ids 0 to {self.vocab_size - 1} of {self.vocab_size}, got {max(tokens)}")
         if not isinstance(final_only, bool):
             raise InvalidInputError(f"final_only must be True or False, got {final_only!r}")
-        self._check_hints(hints)
+        ids = self.encode(prompt)
+        self._inputs.check(params, hints, self._datastores)
         remember = None
         if (cursor := hints.get("cursor")) is not None:
             place = (hints.get("tenant", ""), *cursor)
@@ -510,92 +494,10 @@ class Engine:
             self._exactness(params, hints.get("speculation", True)),
             precision=self.runner.precision,
         )
-        seqs = self._make_sequences(ids, params, completion, hints)
-        completion.choices.extend(seq.choice for seq in seqs)
+        seqs = self._inputs.make_sequences(ids, params, completion, hints)
         request = Request(completion, params, seqs, deliver, self._thread, final_only=final_only, remember=remember)
         self._thread.add(request)
         return request
-
-    def _make_sequences(self, ids: np.ndarray, params: SamplingParams, completion: Completion, hints: Hints) -> list[sequence.Sequence]:
-        """Return a sequence for each of the `n` samples."""
-        expected, chosen, tenant = hints.get("prediction"), hints.get("datastores"), hints.get("tenant", "")
-        prediction = None
-        if expected is not None:
-            prediction = self._encoding.match_line_ends(ids, self._encoding.encode(expected, "prediction", add_special_tokens=False))
-        shares = self.prefix_cache and hints.get("prefix_cache", True) and tenant is not None
-        block_hashes = BlockHashes(tenant or "", ids) if shares else None
-        constraint = None if params.grammar is None else self.compile_grammar(params.grammar, tenant=tenant)
-        bad_words = [ids for word in params.bad_words for ids in self._list_spellings(word)]
-        special = self._encoding.special_tokens
-        stop_tokens = {special[text]: text for text in params.stop if text in special}
-        stop_ids = frozenset({*params.stop_token_ids, *stop_tokens, *(() if params.ignore_eos else self.eos_token_ids)})
-        seqs = [
-            sequence.Sequence(
-                ids,
-                params,
-                Sampler(
-                    params,
-                    index=index,
-                    seed=completion.seed,
-                    prompt=ids,
-                    vocab_size=self.vocab_size,
-                    stop_ids=stop_ids,
-                    constraint=constraint and constraint.fork(),
-                    bad_words=bad_words,
-                ),
-                NoText()
-                if self.tokenizer is None
-                else TextStream(
-                    self.tokenizer,
-                    completion.prompt_token_ids,
-                    params.stop,
-                    params.min_tokens,
-                    params.include_stop_str_in_output,
-                    SpecialTokens.from_params(params.skip_special_tokens, params.spaces_between_special_tokens),
-                ),
-                index=index,
-                stop_ids=stop_ids,
-                stop_tokens=stop_tokens,
-                max_len=self.max_model_len,
-                speculation=hints.get("speculation", True),
-                prediction=prediction,
-                tenant=tenant,
-                datastores=None if chosen is None else frozenset(chosen),
-                block_hashes=None if block_hashes is None else block_hashes.copy(),
-            )
-            for index in range(params.n)
-        ]
-        if params.prompt_logprobs is not None:
-            completion.prompt_logprobs = seqs[0].prompt_logprobs = [None]
-        return seqs
-
-    def _list_spellings(self, word: str) -> list[list[int]]:
-        """Return the token ids by which a bad word can be written: as it is, and after a blank if that has as many tokens and another first
-        one (vLLM's rule). The text of a control token is also that token."""
-        bare, spaced = self.encode_text(word), self.encode_text(" " + word.lstrip())
-        spelled = [bare, spaced] if bare and len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
-        number = self._encoding.special_tokens.get(word)
-        return spelled if number is None else [*spelled, [number]]
-
-    def _check_hints(self, hints: Hints) -> None:
-        """Raise InvalidInputError for a hint of the wrong type, or a datastore that is not there."""
-        for name in ("speculation", "prefix_cache"):
-            if not isinstance(hints.get(name, True), bool):
-                raise InvalidInputError(f"{name} must be True or False, got {hints[name]!r}")
-        tenant = hints.get("tenant")
-        if tenant is not None and not isinstance(tenant, str):
-            raise InvalidInputError(f"tenant must be text or None, got {tenant!r}")
-        cursor = hints.get("cursor", ("", ""))
-        if not (isinstance(cursor, tuple) and len(cursor) == 2 and all(isinstance(text, str) for text in cursor)):
-            raise InvalidInputError(f"cursor must be a pair of texts, got {cursor!r:.80}")
-        chosen = hints.get("datastores")
-        if chosen is None:
-            return
-        several = isinstance(chosen, (list, tuple, set, frozenset))
-        if wrong := [name for name in chosen if name not in self._datastores] if several else [chosen]:
-            raise InvalidInputError(
-                f"datastores must be among {sorted(self._datastores)!r:.1000}, got {wrong if several else chosen!r:.1000}"
-            )
 
     def beam_search(
         self,
@@ -623,58 +525,18 @@ class Engine:
         """
         if unknown := control.keys() - BeamControl.__annotations__.keys():
             raise TypeError(f"beam_search takes no {', '.join(sorted(unknown))}")
-        tenant, should_stop = control.get("tenant", ""), control.get("should_stop", lambda: False)
-        from ngramspec.papers.beam import BeamSearch  # the methods of `papers` are loaded when they are asked for
+        from ngramspec.engine.beam_turns import BeamOptions, search_beams  # the methods of `papers` are loaded when they are asked for
 
         if self.runner.is_recurrent:
             raise UnsupportedModelError("beam search divides sequences, which is not implemented for layers that keep a state")
-        ids = self.encode(prompt)
-        most = min(len(self.runner.pool.n_blocks_of), self.runner.max_rows)
-        if not 1 <= width <= most:
-            raise InvalidInputError(f"width must be 1 to {most}, what max_seqs and max_rows allow, got {width}")
-        if max_tokens < 1:
-            raise InvalidInputError(f"max_tokens must be 1 or more, got {max_tokens}")
-        if not -10 <= length_penalty <= 10:
-            raise InvalidInputError(f"length_penalty must be -10 to 10, got {length_penalty}")
-        drafts: Speculator = Speculator()
-        if speculation and self.speculator.active:
-            drafts = TreeProposer(vocab_size=self.vocab_size, spec_length=self.speculator.spec_length, max_seqs=width, answers=0)
-        search = BeamSearch(
-            ids,
-            width=width,
-            limit=min(max_tokens, self.max_model_len - len(ids)),
-            stop_ids=frozenset() if ignore_eos and grammar is None else frozenset(self.eos_token_ids),
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            runner=self.runner,
-            free_slots=self.core.scheduler.slots,
-            block_hashes=BlockHashes(tenant if self.prefix_cache and tenant is not None else secrets.token_hex(), ids),
-            speculator=drafts,
-            cost_ms=self.core.cost.table,
-            constraint=None if grammar is None else self.compile_grammar(grammar, tenant=tenant),
-        )
-        over = False
-
-        def turn() -> None:
-            nonlocal over
-            try:
-                search.stopped |= should_stop()
-                if not search.done:
-                    self.core.n_passes += search.step()
-                over = search.done
-            except Exception:
-                over = True
-                raise
-            finally:
-                if over:
-                    search.close()
-
-        try:
-            self._thread.call(turn, until=lambda: over)
-        except BaseException:
-            search.stopped = True  # where the caller was interrupted, it goes no further
-            raise
-        return [Beam(ended.tokens, self._decode_output(ids, ended.tokens, search.stop_ids), ended.score) for ended in search.ended]
+        ids, tenant = self.encode(prompt), control.get("tenant", "")
+        stop_ids = frozenset() if ignore_eos and grammar is None else frozenset(self.eos_token_ids)
+        options = BeamOptions(width, min(max_tokens, self.max_model_len - len(ids)), stop_ids, length_penalty, early_stopping)
+        block_hashes = BlockHashes(tenant if self.prefix_cache and tenant is not None else secrets.token_hex(), ids)
+        constraint = None if grammar is None else self.compile_grammar(grammar, tenant=tenant)
+        should_stop = control.get("should_stop", lambda: False)
+        ended = search_beams(self._thread, ids, options, block_hashes, constraint, speculation=speculation, should_stop=should_stop)
+        return [Beam(each.tokens, self._decode_output(ids, each.tokens, stop_ids), each.score) for each in ended]
 
     def _decode_output(self, prompt: np.ndarray, tokens: list[int], stop_ids: frozenset[int]) -> str:
         """Return the text of an output, without a stop token at its end."""
@@ -689,14 +551,7 @@ class Engine:
 
         Raises InvalidInputError, PromptTooLongError, TokenizerError.
         """
-        ids = self._encoding.encode(prompt, "prompt")
-        if len(ids) == 0:
-            raise InvalidInputError("the prompt is empty: at least one token is needed")
-        if len(ids) >= self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens; with max_model_len {self.max_model_len}, at most {self.max_model_len - 1} fit"
-            )
-        return ids
+        return self._inputs.encode(prompt)
 
     def encode_text(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Return the token ids of a text, without any that the tokenizer puts before or after texts. "<|im_end|>" in it is spelled out, or

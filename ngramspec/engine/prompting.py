@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
+from ngramspec.engine.request import Files
 from ngramspec.errors import InvalidInputError, PromptTooLongError, UnsupportedModelError
 from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.chat_template import Prompts, Style
@@ -19,8 +20,6 @@ from ngramspec.prompts.messages import read_messages, read_tools
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.tokenizer.encode import Encoding, check_unicode
-
-Files: TypeAlias = Sequence[tuple[str, str]] | Mapping[str, str]  # path and text
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class PromptMaker:
         return Prompts(self._encoding)
 
     def make_infill(
-        self, prefix: str, suffix: str, params: SamplingParams, extra: Files, path: str | None, repo: str | None
+        self, prefix: str, suffix: str, params: SamplingParams, extra: Files = (), path: str | None = None, repo: str | None = None
     ) -> tuple[list[int], SamplingParams]:
         """Return the prompt for the text between `prefix` and `suffix`, and parameters that end it where the middle ends.
 

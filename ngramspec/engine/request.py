@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, TypedDict
 
@@ -23,7 +24,7 @@ from ngramspec.tokenizer.encode import Prompt
 log = logging.getLogger(__name__)
 
 Deliver: TypeAlias = Callable[[Delta | Exception], None]
-
+Files: TypeAlias = Several[tuple[str, str]] | Mapping[str, str]  # path and text
 
 DETOKENIZED_AT_ONCE = 32  # tokens that become text in one go if nobody waits for deltas; more would delay the other sequences
 
@@ -59,15 +60,44 @@ class BeamControl(TypedDict, total=False):
     """Asked before each pass, in the engine's thread."""
 
 
-class ChatOptions(PromptOptions, total=False):
-    """The keywords of a chat: those of a prompt, and how the template is asked for one."""
+class InfillFiles(TypedDict, total=False):
+    """What a prompt that fills a gap shows beside the texts before and after it."""
 
+    extra: Files
+    """Further files or parts of files, the least useful first."""
+    path: str | None
+    """That of the file being edited."""
+    repo: str | None
+    """The repository's name."""
+
+
+class InfillOptions(PromptOptions, InfillFiles, total=False):
+    """The keywords of an infill: those of a prompt, and what the prompt shows beside."""
+
+
+class ChatFields(TypedDict, total=False):
+    """How the template is asked for a chat's prompt."""
+
+    tools: Several[Mapping[str, Any]]
+    """OpenAI's declarations of functions."""
+    tool_choice: str | Mapping[str, Any] | None
+    """Which tools may be called: "auto", "none", "required" or a tool's name."""
     parallel_tool_calls: bool | None
     """False: one call at most; None: one if a call is required, else any number."""
     chat_template_kwargs: Mapping[str, Any] | None
     """What the model's template reads beside messages and tools, such as {"enable_thinking": False}."""
     continue_final_message: bool
     """Go on with the last message, which is the assistant's."""
+
+
+class ChatOptions(PromptOptions, ChatFields, total=False):
+    """The keywords of a chat: those of a prompt, and how the template is asked for one."""
+
+
+def take_options(options: Mapping[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split keywords into those of a TypedDict and the others."""
+    mine = {name: value for name, value in options.items() if name in kind.__annotations__}
+    return mine, {name: value for name, value in options.items() if name not in mine}
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Hints]:

@@ -7,7 +7,7 @@ accepted tokens ends the sequence exactly there. Native steps append several at 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,25 @@ class TextSink(Protocol):
     def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOptions:
+    """What the sequences of one request have in common, beside the prompt and the sampling parameters."""
+
+    max_len: int
+    """Most tokens of prompt and output together."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence."""
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    """Those of `stop_ids` that are stop strings, which may be part of the text."""
+    speculation: bool = True
+    prediction: np.ndarray | None = None
+    """[m] int32: the output that the client expects."""
+    tenant: str | None = ""
+    """Whose output cache is shared; None: nobody's."""
+    datastores: frozenset[str] | None = None
+    """Names of those that drafts may come from; None: all."""
 
 
 class Sequence:
@@ -59,29 +78,17 @@ class Sequence:
         params: SamplingParams,
         sampler: Sampler,
         text: TextSink,
+        options: SequenceOptions,
         *,
         index: int,
-        stop_ids: frozenset[int],
-        stop_tokens: Mapping[int, str] = MappingProxyType({}),
-        max_len: int,
-        speculation: bool,
-        prediction: np.ndarray | None = None,
-        tenant: str | None = "",
-        datastores: frozenset[str] | None = None,
         block_hashes: BlockHashes | None = None,
     ) -> None:
-        """Make a sequence that starts with prompt [n] int32.
-
-        `max_len`: most tokens of prompt and output together; `stop_ids` end the sequence, and those in `stop_tokens` are stop strings that
-        may be part of the text. `prediction` [m] int32 is the output that the client expects. The output cache is shared within the
-        `tenant`; None shares nothing. `datastores`: names of those that drafts may come from, None: all. `block_hashes`: of the prompt's
-        blocks; None: no prefix cache.
-        """
-        self.params, self.sampler, self.text = params, sampler, text
-        self.stop_ids, self.stop_tokens, self.speculation = stop_ids, stop_tokens, speculation
-        self.prediction, self.tenant, self.datastores, self.block_hashes = prediction, tenant, datastores, block_hashes
+        """Make a sequence that starts with prompt [n] int32. `block_hashes`: of the prompt's blocks; None: no prefix cache."""
+        self.params, self.sampler, self.text, self.block_hashes = params, sampler, text, block_hashes
+        self.stop_ids, self.stop_tokens, self.speculation = options.stop_ids, options.stop_tokens, options.speculation
+        self.prediction, self.tenant, self.datastores = options.prediction, options.tenant, options.datastores
         self.n_prompt = self.n_tokens = len(prompt)
-        self.limit = min(self.n_prompt + params.max_tokens, max_len)
+        self.limit = min(self.n_prompt + params.max_tokens, options.max_len)
         self.buffer = np.empty(self.limit, np.int32)
         self.buffer[: self.n_prompt] = prompt
         self.last_token, self.previous_token = int(prompt[-1]), int(prompt[-2]) if self.n_prompt > 1 else -1

@@ -70,18 +70,28 @@ class Ended:
     score: float
 
 
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """What a search looks for."""
+
+    width: int
+    limit: int
+    """Most tokens of output."""
+    stop_ids: frozenset[int]
+    length_penalty: float
+    """Power of a text's length by which its sum is divided."""
+    early_stopping: bool
+    """End when `width` texts have ended, though one under way may still be better."""
+
+
 class BeamSearch:
     """One search. Call `step` until it is `done`, then read `ended` (best first); call `close` in any case. Not thread-safe."""
 
     def __init__(
         self,
         prompt: np.ndarray,
+        options: BeamOptions,
         *,
-        width: int,
-        limit: int,
-        stop_ids: frozenset[int],
-        length_penalty: float,
-        early_stopping: bool,
         runner: Runner,
         free_slots: list[int],
         block_hashes: BlockHashes,
@@ -91,12 +101,11 @@ class BeamSearch:
     ) -> None:
         """Make a search that starts with prompt [n] int32.
 
-        `limit`: most tokens of output; `free_slots`: those of the pool, taken and given back here; `block_hashes`: of the prompt's blocks;
+        `free_slots`: those of the pool, taken and given back here; `block_hashes`: of the prompt's blocks;
         `speculator`: for `width` sequences, used by this search alone; cost_ms [R] float64: time of a pass with T rows at index T;
         `constraint`: the state at the start of the grammar that all texts follow.
         """
-        self.prompt, self.width, self.limit, self.stop_ids = prompt, width, limit, stop_ids
-        self.length_penalty, self.early_stopping = length_penalty, early_stopping
+        self.prompt, self.options = prompt, options
         self.runner, self.free_slots, self.speculator, self.cost_ms = runner, free_slots, speculator, cost_ms
         self.slots: list[int] = []
         self.beams = [_Beam(prompt, 0.0, 0, 0, block_hashes, constraint)]
@@ -105,7 +114,7 @@ class BeamSearch:
         """The caller has stopped the search."""
         self._complete = False
         self._n_output = 0
-        self._top = width * (1 + len(stop_ids))
+        self._top = options.width * (1 + len(options.stop_ids))
         """Continuations of a beam that can matter: w that go on, if all that end rank before them."""
 
     @property
@@ -145,16 +154,16 @@ class BeamSearch:
     # ------------------------------------------------------------------ a pass
 
     def _begin_prompt(self) -> bool:
-        if len(self.free_slots) < self.width:
+        if len(self.free_slots) < self.options.width:
             return False
-        self.slots = [self.free_slots.pop() for _ in range(self.width)]
+        self.slots = [self.free_slots.pop() for _ in range(self.options.width)]
         beam = self.beams[0]
         names = beam.block_hashes.hashes[: (len(self.prompt) - 1) // BLOCK]
         taken = self.runner.pool.admit(self.slots[0], names, len(self.prompt))
         if taken < 0:
             raise self._make_full_error(len(self.prompt))
         beam.computed = taken * BLOCK
-        self.speculator.begin(0, self.prompt, DraftParams(stops=tuple(self.stop_ids)))
+        self.speculator.begin(0, self.prompt, DraftParams(stops=tuple(self.options.stop_ids)))
         return True
 
     def _make_full_error(self, n: int) -> OutOfMemoryError:
@@ -186,7 +195,7 @@ class BeamSearch:
         At every depth, those of all beams together that weigh most: a node's weight is its probability times its beam's, over that of all
         beams. A step goes on only if all it needs is there: with chance M^w, where the nodes of its depth weigh M together.
         """
-        n, deepest = len(self.beams), self.limit - self._n_output - 1
+        n, deepest = len(self.beams), self.options.limit - self._n_output - 1
         lanes = np.array([beam.lane for beam in self.beams], np.int32)
         trees = self.speculator.propose(lanes, np.full(n, deepest, np.int32), _FREE, n, n * NODES_PER_BEAM)
         ends = np.cumsum([0] + [len(tree) for tree in trees])
@@ -200,9 +209,9 @@ class BeamSearch:
             kept[-1] = True  # the roots
             for d in range(1, depth.max(initial=0) + 1):
                 there = np.flatnonzero((depth == d) & kept[parents])
-                there = there[np.argsort(-weights[there], kind="stable")[: breadth * self.width]]
+                there = there[np.argsort(-weights[there], kind="stable")[: breadth * self.options.width]]
                 kept[there] = True
-                steps += float(weights[there].sum()) ** self.width
+                steps += float(weights[there].sum()) ** self.options.width
                 rows = n + int(kept.sum()) - 1
                 if len(there) == 0 or rows >= len(self.cost_ms):
                     break
@@ -240,26 +249,26 @@ class BeamSearch:
 
         No continuation scores more than what it continues, so that a text far down needs no row.
         """
-        last = self._n_output + 1 == self.limit
+        last = self._n_output + 1 == self.options.limit
         every = sorted(
             ((t.score + logprob, i, token) for i, t in enumerate(texts) if t.row >= 0 for token, logprob in continuations(t)),
             key=lambda c: (-c[0], c[1], c[2]),
         )
         n = going = 0
-        while n < len(every) and (n if last else going) < self.width:
-            going += every[n][2] not in self.stop_ids
+        while n < len(every) and (n if last else going) < self.options.width:
+            going += every[n][2] not in self.options.stop_ids
             n += 1
         unknown = max((t.score for t in texts if t.row < 0), default=-math.inf)
-        if unknown > -math.inf and ((n if last else going) < self.width or unknown >= every[n - 1][0]):
+        if unknown > -math.inf and ((n if last else going) < self.options.width or unknown >= every[n - 1][0]):
             return None
         return every[:n]
 
     def _take(self, ranking: list[_Hypothesis]) -> list[_Hypothesis]:
         """Make a search step: put hypotheses that end into `ended`, and return those that go on."""
         self._n_output += 1
-        last, w = self._n_output == self.limit, self.width
-        size = self._n_output**self.length_penalty
-        ends = [last or h.new[-1] in self.stop_ids for h in ranking]
+        last, w = self._n_output == self.options.limit, self.options.width
+        size = self._n_output**self.options.length_penalty
+        ends = [last or h.new[-1] in self.options.stop_ids for h in ranking]
         going = [h for h, end in zip(ranking, ends, strict=True) if not end][:w]
         for h, end in list(zip(ranking, ends, strict=True))[:w]:
             if end:
@@ -267,7 +276,7 @@ class BeamSearch:
                 self.ended.append(Ended(output, h.score / size))
         self.ended = sorted(self.ended, key=lambda e: -e.score)[:w]
         full = len(self.ended) == w
-        self._complete = not going or (full and (self.early_stopping or going[0].score / size <= self.ended[-1].score))
+        self._complete = not going or (full and (self.options.early_stopping or going[0].score / size <= self.ended[-1].score))
         return going
 
     def _commit(self, output: Output, texts: list[_Hypothesis], likely: PassTopK | None) -> None:
@@ -275,7 +284,7 @@ class BeamSearch:
         backwards = list(enumerate(texts))[::-1]
         first = {h.beam: i for i, h in backwards}
         kept = [self.beams[b].lane for b in first]
-        free = [lane for lane in range(self.width) if lane not in kept]
+        free = [lane for lane in range(self.options.width) if lane not in kept]
         for lane in free:
             self.runner.pool.release(self.slots[lane])
         # a beam is split before it goes on, where it overwrites its drafts
@@ -319,7 +328,7 @@ class BeamSearch:
         if not pool.fork(source, slots, target, beam.block_hashes.hashes[:n_shared]):
             raise self._make_full_error(len(beam.tokens))
         self._register(beam)
-        self.speculator.begin(lane, beam.tokens, DraftParams(stops=tuple(self.stop_ids)))
+        self.speculator.begin(lane, beam.tokens, DraftParams(stops=tuple(self.options.stop_ids)))
         return beam
 
     def _register(self, beam: _Beam) -> None:

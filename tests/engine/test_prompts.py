@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 import ngramspec
 from ngramspec import Call, ChatReply, Engine, Grammar, Hints, InvalidInputError, PromptTooLongError, SamplingParams, UnsupportedModelError
 from ngramspec.config import EngineConfig
-from ngramspec.engine import sequence
+from ngramspec.engine import input_processor
 from ngramspec.options import options_of
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.fim import Fim
@@ -117,8 +117,8 @@ def test_every_form_of_infill_writes_the_same(engine: Engine) -> None:
 
 def test_what_is_left_of_a_suggestion_is_expected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected: list[Any] = []
-    make = sequence.Sequence
-    monkeypatch.setattr(sequence, "Sequence", lambda *given, **more: expected.append(more["prediction"]) or make(*given, **more))
+    make = input_processor.SequenceOptions
+    monkeypatch.setattr(input_processor, "SequenceOptions", lambda **given: expected.append(given["prediction"]) or make(**given))
     given: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "logit_bias": dict.fromkeys(range(128, 320), -100), "tenant": "typist"}
     first = engine.infill("while we", "type", **given)
     again = engine.infill("while we", "type", **given)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.engine.scheduler import ScheduledRows, Scheduler
-from ngramspec.engine.sequence import Sequence
+from ngramspec.engine.sequence import Sequence, SequenceOptions
 from ngramspec.kv_cache.blocks import BlockHashes, BlockTables
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.sampler import Sampler
@@ -32,17 +32,8 @@ def sequence(n_prompt: int, n_output: int, shares: bool = False, max_len: int = 
     """All texts begin alike."""
     params, prompt = SamplingParams(max_tokens=n_output), np.zeros(n_prompt, np.int32)
     sampler = Sampler(params, index=0, seed=0, prompt=prompt, vocab_size=4, stop_ids=frozenset())
-    return Sequence(
-        prompt,
-        params,
-        sampler,
-        Silent(),
-        index=0,
-        stop_ids=frozenset(),
-        max_len=max_len,
-        speculation=True,
-        block_hashes=BlockHashes("", prompt) if shares else None,
-    )
+    block_hashes = BlockHashes("", prompt) if shares else None
+    return Sequence(prompt, params, sampler, Silent(), SequenceOptions(max_len=max_len), index=0, block_hashes=block_hashes)
 
 
 def check(scheduler: Scheduler) -> None:

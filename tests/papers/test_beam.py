@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 
-import ngramspec.engine.llm_engine
+import ngramspec.engine.beam_turns
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import EngineClosedError, OutOfMemoryError
@@ -144,7 +144,7 @@ def test_deep_drafts_of_every_shape_change_no_bit(engine: Engine, monkeypatch: p
         commit(search, *args)
         oracle.beams.update(tuple(beam.tokens.tolist()) for beam in search.beams)
 
-    monkeypatch.setattr(ngramspec.engine.llm_engine, "TreeProposer", lambda **_: oracle)
+    monkeypatch.setattr(ngramspec.engine.beam_turns, "TreeProposer", lambda **_: oracle)
     n_passes = [0, 0]
     for width, prompt in zip((2, 3, 4, 5, 6), repetitive(5, seed=2), strict=True):
         found = []

@@ -18,7 +18,7 @@ from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
 from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
-from ngramspec.engine.sequence import Sequence
+from ngramspec.engine.sequence import Sequence, SequenceOptions
 from ngramspec.errors import InvalidInputError
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
@@ -171,7 +171,7 @@ def test_where_nothing_is_left_to_pick_the_reason_is_told(engine: Engine) -> Non
         engine.complete([3, 4], banned)
     sampler = Sampler(SamplingParams(logit_bias={3: -100}), index=0, seed=0, prompt=np.zeros(1, np.int64), vocab_size=9, stop_ids=STOPS)
     text: Any = None
-    seq = Sequence(np.zeros(2, np.int32), sampler.params, sampler, text, index=0, stop_ids=STOPS, max_len=9, speculation=False)
+    seq = Sequence(np.zeros(2, np.int32), sampler.params, sampler, text, SequenceOptions(stop_ids=STOPS, max_len=9), index=0)
     with pytest.raises(NotFiniteError, match="output position 0"):
         seq.extend(np.array([-1], np.int32))
 
