@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,13 @@ class ProcessPool:
     def __init__(self, start: Callable[[], ChildProcess], size: int, share_s: float = math.inf) -> None:
         """Create an empty pool. `share_s`: a caller that waits for a child may kill one that has worked longer than this."""
         self._start, self._size, self._share_s = start, size, share_s
+        self._forget_children()
+        if hasattr(os, "register_at_fork"):
+            pool = weakref.ref(self)
+            os.register_at_fork(after_in_child=lambda: (found := pool()) and found._forget_children())
+
+    def _forget_children(self) -> None:
+        """Begin anew, at first and in a forked process: it has its parent's pipes and locks, and answers on a shared pipe would mix."""
         self._idle: list[ChildProcess] = []
         self._busy_since: dict[ChildProcess, float] = {}  # `time.monotonic`; infinite while a child still starts
         self._changed = threading.Condition()
@@ -168,6 +176,9 @@ class ProcessPool:
                 self._busy_since[child] = time.monotonic()
                 self._changed.notify_all()
             return child.ask(message, limit_s)
+        except BaseException:  # if the caller is interrupted, the answer is still to come: the next caller must not get it
+            child.kill()
+            raise
         finally:
             self._give_back(child)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +30,8 @@ def make_answer(setup):
         match message.get("do"):
             case "sleep":
                 time.sleep(600)
+            case "pause":
+                time.sleep(1)
             case "exit":
                 os._exit(3)
             case "allocate":
@@ -35,7 +40,8 @@ def make_answer(setup):
                 except MemoryError:
                     return {"error": "memory"}
             case "facts":
-                return {"path": sys.path, "isolated": sys.flags.isolated, "no_site": sys.flags.no_site, "group": os.getpgid(0)}
+                flags = {"isolated": sys.flags.isolated, "no_site": sys.flags.no_site}
+                return {"path": sys.path, "group": os.getpgid(0), "pid": os.getpid(), **flags}
         return {"echo": message, "setup": setup}
     return answer
 """
@@ -162,4 +168,49 @@ def test_a_child_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     pool = ProcessPool(start, 1)
     with pytest.raises(OSError, match="it does not start"):
         pool.ask({}, 60)
+    pool.close()
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timer")
+def test_a_pool_never_answers_with_what_an_interrupted_caller_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pool = ProcessPool(start, 1)
+    pool.ask({"text": "the child is ready"}, 60)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            pool.ask({"do": "pause"}, 60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert pool.ask({"text": "next"}, 60)["echo"] == {"text": "next"}
+    pool.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_has_children_of_its_own() -> None:
+    pool = ProcessPool(start, 2)
+    of_parent = pool.ask({"do": "facts"}, 60)["pid"]
+    pool.prepare()
+    read, write = os.pipe()
+    forked = os.fork()
+    if not forked:  # whatever happens here, nothing but this is left of it
+        with contextlib.suppress(Exception):
+            of_child = pool.ask({"do": "facts"}, 60)["pid"]
+            pool.close()
+            os.write(write, str(of_child).encode())
+        os._exit(0)
+    os.close(write)
+    ready, _, _ = select.select([read], [], [], 60)
+    told = os.read(read, 100).decode() if ready else "it hangs"
+    if not ready:
+        os.kill(forked, signal.SIGKILL)
+    os.waitpid(forked, 0)
+    os.close(read)
+    assert told.isdecimal(), told
+    assert int(told) != of_parent
+    assert pool.ask({"do": "facts"}, 60)["pid"] == of_parent
     pool.close()

@@ -578,12 +578,20 @@ def test_a_callback_that_calls_the_engine_is_refused(rig: tuple[Engine, Perfect]
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_an_engine_used_after_a_fork_says_so() -> None:
     with Engine(tiny.tiny_model("llama"), max_seqs=2, max_model_len=120) as engine:
-        running = engine.submit(PROMPT, LONG)
+        running, stream = engine.submit(PROMPT, LONG), engine.stream(PROMPT, LONG)
         read, write = os.pipe()
         child = os.fork()
         if not child:  # whatever happens here, nothing but this is left of it
             told = []
-            for call in (lambda: engine.complete(PROMPT), lambda: engine.beam_search(PROMPT, 2), lambda: running.result(), engine.close):
+            calls = (
+                lambda: engine.complete(PROMPT),
+                lambda: engine.beam_search(PROMPT, 2),
+                lambda: running.result(),
+                lambda: next(stream),
+                lambda: engine.finish_compiling(print),
+                engine.close,
+            )
+            for call in calls:
                 try:
                     call()
                     told.append("nothing")
@@ -598,8 +606,25 @@ def test_an_engine_used_after_a_fork_says_so() -> None:
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(read)
-        assert told == ["EngineClosedError True"] * 3 + ["nothing", "True"]
+        assert told == ["EngineClosedError True"] * 5 + ["nothing", "True"]
         assert len(running.result(timeout=60).token_ids) == 60
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system sends no signals to threads")
+def test_an_engine_whose_making_is_interrupted_frees_its_model() -> None:
+    caught = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def interrupt(stage: str) -> None:
+        threads.append(threading.current_thread())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert caught.wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=120, progress=interrupt)
+    caught.set()
+    threads[0].join(30)
+    assert not threads[0].is_alive()
 
 
 def test_a_failure_ends_the_samples_beside_it_and_no_other_request(truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

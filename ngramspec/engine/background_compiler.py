@@ -168,6 +168,8 @@ class BackgroundCompiler:
             if self._error is None and not self._is_closed:
                 self._error = error
                 log.warning("%s: what it was to compile is compiled in this process, which takes longer", error)
+        except Exception:  # of `progress`, which will tell the thread that loads the model, too
+            self.close()
         finally:
             child.close()
             for name in names:

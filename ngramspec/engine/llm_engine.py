@@ -124,7 +124,13 @@ class Engine:
 
         def load(thread: StepThread) -> Core:
             nonlocal bound
-            bound = assembly.bind(model, tokenizer, config, device, progress or (lambda _: None), modules=bool(drafters or alone))
+
+            def report(stage: str) -> None:
+                thread.check_open()  # if the caller was interrupted, loading ends at the next stage
+                if progress is not None:
+                    progress(stage)
+
+            bound = assembly.bind(model, tokenizer, config, device, report, modules=bool(drafters or alone))
             for store in stores.values():
                 check_store(store, bound.encoding, bound.name)
             drafts = assembly.speculator(config, bound.runner, bound.cost, drafters, alone)
@@ -652,7 +658,11 @@ class Engine:
         )
 
     def finish_compiling(self, progress: Progress) -> None:
-        """Wait until drafting and native steps have been compiled, if this start found no machine code of them."""
+        """Wait until drafting and native steps have been compiled, if this start found no machine code of them.
+
+        Raises CallbackError, and EngineClosedError in a forked process.
+        """
+        self._thread.check_caller()
         if self._code is not None and not self.closed:
             self._code.progress = progress
         self._speculates.wait()

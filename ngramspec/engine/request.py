@@ -163,13 +163,17 @@ class Request:
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end. Raises the request's error, TimeoutError (the request goes on), CallbackError, EngineClosedError."""
-        if not self.done:
-            self._thread.check_caller()
+        self.check_caller()
         if not self._done.wait(timeout):
             raise TimeoutError(f"the request did not end within {timeout} s")
         if self._error is not None:
             raise self._error
         return self.completion
+
+    def check_caller(self) -> None:
+        """Raise CallbackError or EngineClosedError if the caller would wait forever."""
+        if not self.done:
+            self._thread.check_caller()
 
     # Only the engine's thread calls the following.
 

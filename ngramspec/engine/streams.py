@@ -27,9 +27,10 @@ class Stream(Iterator[Delta]):
         self._request, self._pieces, self._over = request, pieces, False
 
     def __next__(self) -> Delta:
-        """Return the next piece. Raises the request's error."""
+        """Return the next piece. Raises the request's error, CallbackError, EngineClosedError."""
         if self._over:
             raise StopIteration
+        self._request.check_caller()
         try:
             piece = self._pieces.get()
         except BaseException:  # an interrupt

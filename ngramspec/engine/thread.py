@@ -48,7 +48,13 @@ class StepThread:
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, ready), name="ngramspec-engine", daemon=True)
         self._thread.start()
-        ready.result()
+        try:
+            ready.result()
+        except BaseException:  # an interrupt, too: nobody will use what is being made
+            with self._wake:
+                self._closed = self._abandoned = True
+                self._wake.notify()
+            raise
 
     @property
     def closed(self) -> bool:
@@ -70,6 +76,11 @@ class StepThread:
             raise CallbackError(
                 "a `deliver` callback runs in the engine's own thread and must not call it: hand the piece to another thread"
             )
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError if it was closed, also while it is being made."""
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
 
     def add(self, request: Request) -> None:
         """Run a request. Raises CallbackError, EngineClosedError."""
@@ -127,6 +138,8 @@ class StepThread:
 
     def abandon(self) -> None:
         """Stop once no request is under way, and free the model: nobody can make another request. Waits for nothing."""
+        if self._forked:
+            return
         with self._wake:
             self._abandoned = True
             self._wake.notify()
