@@ -146,8 +146,8 @@ class ProcessPool:
         self._start, self._size, self._share_s = start, size, share_s
         self._forget_children()
         if hasattr(os, "register_at_fork"):
-            pool = weakref.ref(self)
-            os.register_at_fork(after_in_child=lambda: (found := pool()) and found._forget_children())
+            forget = weakref.WeakMethod(self._forget_children)
+            os.register_at_fork(after_in_child=lambda: None if (method := forget()) is None else method())
 
     def _forget_children(self) -> None:
         """Begin anew, at first and in a forked process: it has its parent's pipes and locks, and answers on a shared pipe would mix."""

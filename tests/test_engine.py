@@ -9,6 +9,8 @@ import os
 import pickle
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -364,10 +366,15 @@ def test_an_engine_that_nobody_refers_to_ends_when_its_requests_have() -> None:
     before = find_threads()
     engine = Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_model_len=120)
     expected = engine.complete(PROMPT, LONG).token_ids
+    assert engine.tokenize("a", parse_special=False)
+    assert engine.beam_search(PROMPT, 2, max_tokens=2)
+    gc.disable()  # which would find objects that refer to each other
     seen, runner = weakref.ref(engine), weakref.ref(engine.runner)
     future, stream = engine.submit(PROMPT, LONG), engine.stream(PROMPT, LONG)
     del engine
-    assert seen() is None
+    gone = seen() is None
+    gc.enable()
+    assert gone
     assert [token for delta in stream for token in delta.token_ids] == future.result().token_ids == expected
     del stream, future
     until = time.monotonic() + 20
@@ -608,6 +615,45 @@ def test_an_engine_used_after_a_fork_says_so() -> None:
         os.close(read)
         assert told == ["EngineClosedError True"] * 5 + ["nothing", "True"]
         assert len(running.result(timeout=60).token_ids) == 60
+
+
+def test_an_engine_used_while_python_ends_says_so() -> None:
+    code = """
+import queue
+import tiny
+from ngramspec import Engine
+
+class Host:
+    def __init__(self):
+        self.engine = Engine(tiny.tiny_model("llama"), max_seqs=2, max_model_len=120)
+        self.request = self.engine.submit([1, 2, 3], max_tokens=100, ignore_eos=True, deliver=queue.Queue(1).put)  # blocks
+
+    def __del__(self, print=print):
+        for call in (lambda: self.engine.complete([1, 2]), self.request.result, self.engine.close):
+            try:
+                call()
+                print("nothing", flush=True)
+            except Exception as error:
+                print(type(error).__name__, flush=True)
+
+host = Host()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(tiny.__file__).parent, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["EngineClosedError", "EngineClosedError", "nothing"], done.stderr
+
+
+def test_an_error_of_one_prompt_ends_those_beside_it_for_asyncio(rig: tuple[Engine, Perfect]) -> None:
+    engine, _ = rig
+
+    async def ask() -> None:
+        with pytest.raises(InvalidInputError):
+            await engine.acomplete([PROMPT, []], LONG)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert all(task.cancelling() for task in others)
+
+    asyncio.run(ask())
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system sends no signals to threads")

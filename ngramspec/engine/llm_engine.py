@@ -320,7 +320,12 @@ class Engine:
     ) -> Completion | list[Completion]:
         """Complete as `complete` does, for asyncio."""
         if _is_several(prompt):
-            return list(await asyncio.gather(*(read_last(self.astream(each, params, **options)) for each in prompt)))
+            tasks = [asyncio.create_task(read_last(self.astream(each, params, **options))) for each in prompt]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
         return await read_last(self.astream(prompt, params, **options))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[PromptOptions]) -> Stream:
@@ -464,7 +469,7 @@ class Engine:
     def _prompt_maker(self) -> PromptMaker:
         from ngramspec.engine.prompting import PromptMaker  # takes time, which completions do not need
 
-        return PromptMaker(self._encoding, self.max_model_len, self.compile_grammar)
+        return PromptMaker(self._encoding, self.max_model_len, self._grammars.compile)
 
     # ------------------------------------------------------------------ requests
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 
@@ -67,7 +69,9 @@ class StepThread:
         return len(self.core.scheduler.waiting) + self._n_arriving
 
     def check_caller(self) -> None:
-        """Raise CallbackError in the thread itself, and EngineClosedError in a process in which the thread does not run."""
+        """Raise CallbackError in the thread itself, and EngineClosedError if the thread does not run."""
+        if sys.is_finalizing():  # as in `__del__` of an object that lives as long as the process
+            raise EngineClosedError("Python is ending, and the engine's thread has been stopped")
         if self._forked:
             raise EngineClosedError(
                 f"the engine was made in process {self._process} and its thread runs there; after a fork, make an engine in the new process"
@@ -106,28 +110,15 @@ class StepThread:
         """
         self.check_caller()
         done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                what()
-            except Exception as e:
-                done.set_exception(e)
-            else:
-                if not until():
-                    self._post(run)  # a closed engine ends the call itself
-                    return
-                done.set_result(None)
-            self._calls.discard(done)
-
         with self._wake:
             self._calls.add(done)
-        if not self._post(run):
+        if not self._post(partial(self._answer_call, what, until, done)):
             raise EngineClosedError("the engine is closed")
         return done.result()
 
     def close(self) -> None:
         """Stop; requests under way end with EngineClosedError. A second call changes nothing."""
-        if self._forked:
+        if self._forked or sys.is_finalizing():
             return
         with self._wake:
             self._closed = True
@@ -208,6 +199,18 @@ class StepThread:
             with self._wake:
                 self._ended = True
                 self._forget_core()
+
+    def _answer_call(self, what: Callable[[], None], until: Callable[[], bool], done: Future[None]) -> None:
+        try:
+            what()
+        except Exception as e:
+            done.set_exception(e)
+        else:
+            if not until():
+                self._post(partial(self._answer_call, what, until, done))  # a closed engine ends the call itself
+                return
+            done.set_result(None)
+        self._calls.discard(done)
 
     def _forget_core(self) -> None:
         """Free the core once nobody can ask for it: it refers to this object, so both would wait for a garbage collection."""
