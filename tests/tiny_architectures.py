@@ -53,6 +53,7 @@ _LONG_ROPE: dict[str, Any] = {
 }  # fmt: skip
 _GRANITE = {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 2.0}
 _LAST_IS_FULL = [(i + 1) % 4 != 0 for i in range(LAYERS)]
+_NORM_BIAS: Shapes = {f"{name}.bias": (HIDDEN,) for name in ("attn_norm", "ffn_norm")}
 _STAR_BIAS: Shapes = {f"{name}.bias": (HIDDEN,) for name in ("attn_norm", "ffn_norm", "attn_output", "ffn_down")} | {
     "ffn_up.bias": (INNER,)
 }
@@ -244,6 +245,13 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         )
         for name, norms, more in (("", {}, {}), (", normed heads", _HEAD_NORMS, {"block_count": LAYERS + 1, "nextn_predict_layers": 1}))
     },
+    "bailingmoe": (
+        "bailingmoe", _ATTENTION | _BESIDE,
+        _CHOICE | {
+            "rope.dimension_count": HEAD_DIM,
+            "expert_feed_forward_length": _WIDTH, "expert_shared_count": 2, "expert_weights_norm": True, "expert_weights_scale": 1.0,
+        }, True,
+    ),
     "bailingmoe2": (
         "bailingmoe2", _PRE | {"attn_qkv.weight": (_Q + 2 * _KV, HIDDEN)} | _HEAD_NORMS | _OUT | _GATED | _BESIDE | _CORRECTION,
         _GLM4_MOE_KEYS | {"expert_group_count": 4, "expert_group_used_count": 2, "expert_shared_feed_forward_length": _WIDTH}, True,
@@ -327,10 +335,33 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         _LONG_ROPE | {"rope.scaling.original_context_length": 256}, False,
     ),
     "nemotron": (
-        "nemotron", _PRE | _SPLIT | _OUT | _PLAIN | {f"{name}.bias": (HIDDEN,) for name in ("attn_norm", "ffn_norm")},
+        "nemotron", _PRE | _SPLIT | _OUT | _PLAIN | _NORM_BIAS,
         _LAYER_NORM | {"rope.dimension_count": HEAD_DIM // 2}, True,
     ),
     "starcoder2": ("starcoder2", _PRE | _SPLIT | _QKV_BIAS | _OUT | _PLAIN | _STAR_BIAS, _LAYER_NORM, False),
+    "codeshell": ("codeshell", _PRE | _SPLIT | _QKV_BIAS | _OUT | _PLAIN | _STAR_BIAS, _LAYER_NORM, True),
+    "maincoder": ("maincoder", _LLAMA | _HEAD_NORMS, _WIDE, False),
+    "mellum": (
+        "mellum", _ATTENTION | _HEAD_NORMS | _EXPERTS,
+        _CHOICE | _WIDE | _SWA | _YARN
+        | {"expert_feed_forward_length": _WIDTH, "attention.sliding_window_pattern": _LAST_IS_FULL, "rope.freq_base": 5e5}, True,
+    ),
+    "phi2": (
+        "phi2",
+        _norms("attn_norm") | _SPLIT | {f"attn_{name}.weight": (_Q, HIDDEN) for name in "kv"} | _OUT | _PLAIN
+        | {name: shape for name, shape in _STAR_BIAS.items() if name != "ffn_norm.bias"} | {f"attn_{name}.bias": (_Q,) for name in "qkv"},
+        _LAYER_NORM | {"rope.dimension_count": HEAD_DIM // 2, "attention.head_count_kv": HEADS}, True,
+    ),
+    **{
+        f"stablelm{name}": (
+            "stablelm", _LLAMA | _NORM_BIAS | biases, _LAYER_NORM | {"rope.dimension_count": HEAD_DIM // 2}, True,
+        )
+        for name, biases in (("", {}), (", biases", _QKV_BIAS))
+    },
+    "starcoder": (
+        "starcoder", _PRE | {"attn_qkv.weight": (_Q + 2 * HEAD_DIM, HIDDEN), "attn_qkv.bias": (_Q + 2 * HEAD_DIM,)}
+        | _OUT | _PLAIN | _STAR_BIAS, _LAYER_NORM | {"attention.head_count_kv": 1}, False,
+    ),
     "qwen2": ("qwen2", _LLAMA | _QKV_BIAS, {}, False),
     "qwen2, yarn": ("qwen2", _LLAMA | _QKV_BIAS, _YARN, True),
     "qwen2, yarn, factor": ("qwen2", _LLAMA | _QKV_BIAS, _YARN | {"rope.scaling.attn_factor": 1.3}, True),
@@ -470,8 +501,12 @@ def write(
     _write_tokenizer(writer)
     last_norm = "token_embd_norm" if architecture.startswith("lfm2") else "output_norm"
     whole: Shapes = {"token_embd.weight": (VOCAB, HIDDEN), f"{last_norm}.weight": (HIDDEN,)}
-    if architecture in ("starcoder2", "nemotron"):
+    if "attention.layer_norm_epsilon" in keys and "attn_norm.bias" in layer:
         whole["output_norm.bias"] = (HIDDEN,)
+    if architecture == "starcoder":
+        whole["position_embd.weight"] = (256, HIDDEN)
+    if architecture == "phi2":
+        whole["output.bias"] = (VOCAB,)
     if architecture == "gemma4":
         whole["rope_freqs.weight"] = (_WIDER // 2,)
     if keys.get("rope.scaling.type") == "longrope" and "rope.dimension_count" in keys:

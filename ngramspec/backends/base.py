@@ -399,6 +399,8 @@ def check_supported(model: PreTrainedModel, recurrent: Sequence[str] = (), *, la
 
     `recurrent`: ends of the names of modules that the device computes instead of attention. `latent`: whether it computes latent attention.
     """
+    from ngramspec.models import masks
+
     name = type(model).__name__
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
@@ -408,7 +410,7 @@ def check_supported(model: PreTrainedModel, recurrent: Sequence[str] = (), *, la
     if not latent and any(list_latent_attention(model)):
         raise UnsupportedModelError(f"{name}: its attention is latent (MLA), which only the CPU computes (device='cpu')")
     _check_layers(model, recurrent)
-    if not getattr(model, "_supports_attention_backend", False) and not has_recurrent_layers(model):
+    if not masks.is_replaceable(model) and not has_recurrent_layers(model):
         raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf_configs as configs
 from ngramspec.models import gguf_hybrid_configs as hybrids
+from ngramspec.models import gguf_layer_norm_configs as layer_norms
 from ngramspec.models import qwen3_next
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_configs import Config
@@ -207,6 +208,14 @@ _DEEPSEEK2 = _NORMS | _LATENT | _BIASED_EXPERTS
 _GLM4_MOE = _NORMS | _ATTENTION | _HEAD_NORMS | _BIASED_EXPERTS
 _QWEN3_MOE = _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS
 _LFM2_WHOLE = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
+_STARCODER2 = _NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_GPT2 = {
+    "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+_GPT2_WHOLE = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head",
+}  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture(
         model_type="afmoe",
@@ -228,12 +237,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         configure=configs.read_apertus,
     ),
     "arcee": Architecture(model_type="arcee", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
+    "bailingmoe": Architecture(model_type="ernie4_5_moe", layer=_LLAMA | _EXPERTS | _SHARED_EXPERTS, configure=configs.read_bailing_moe),
     "bailingmoe2": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
     "chatglm": Architecture(
         model_type="glm",
         layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
         configure=configs.read_partial,
     ),
+    "codeshell": Architecture(model_type="starcoder2", layer=_STARCODER2, rms_epsilon=False, configure=layer_norms.read_starcoder2),
     "cohere2": Architecture(model_type="cohere2", layer=_COHERE, rms_epsilon=False, configure=configs.read_cohere2),
     "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, rms_epsilon=False, configure=configs.read_cohere),
     "deepseek2": Architecture(model_type="deepseek_v2", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
@@ -279,13 +290,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt2": Architecture(
         model_type="gpt2",
-        whole={"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head"},
+        whole=_GPT2_WHOLE,
         prefix="transformer.h",
-        layer={"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc"}
-        | {"ffn_down": "mlp.c_proj"},
+        layer=_GPT2,
         rules=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), "transposed"),
         rms_epsilon=False,
-        configure=configs.read_gpt2,
+        configure=layer_norms.read_gpt2,
     ),
     "gpt-oss": Architecture(
         model_type="gpt_oss",
@@ -351,6 +361,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_QWEN3_MOE | {"exp_probs_b": "mlp.e_score_correction"},
         configure=configs.read_minimax_m2,
     ),
+    "maincoder": Architecture(
+        model_type="hunyuan_v1_dense",
+        layer=_LLAMA | _LATE_NORMS,
+        rules=dict.fromkeys((*_PAIRS, *_LATE_NORMS), "interleaved"),
+        configure=configs.read_llama,
+    ),
+    "mellum": Architecture(model_type="mellum", layer=_QWEN3_MOE, configure=configs.read_mellum),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
     "mistral4": Architecture(model_type="mistral4", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
     "nemotron_h": Architecture(
@@ -377,10 +394,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
         rules=_SHIFTED,
         rms_epsilon=False,
-        configure=configs.read_nemotron,
+        configure=layer_norms.read_nemotron,
     ),
     "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=configs.read_olmo2),
     "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_olmoe),
+    "phi2": Architecture(
+        model_type="phi",
+        layer={"attn_norm": "input_layernorm"}
+        | _ATTENTION
+        | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        whole={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
+        rms_epsilon=False,
+        configure=layer_norms.read_layer_norms,
+    ),
     "phi3": Architecture(
         model_type="phi3",
         layer=_NORMS
@@ -419,10 +445,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         configure=configs.read_seed,
     ),
     "smollm3": Architecture(model_type="smollm3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
-    "starcoder2": Architecture(
-        model_type="starcoder2",
-        layer=_NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "stablelm": Architecture(model_type="stablelm", layer=_LLAMA, rms_epsilon=False, configure=layer_norms.read_stablelm),
+    "starcoder": Architecture(
+        model_type="gpt_bigcode",
+        whole=_GPT2_WHOLE,
+        prefix="transformer.h",
+        layer=_GPT2,
         rms_epsilon=False,
-        configure=configs.read_starcoder2,
+        configure=layer_norms.read_starcoder,
     ),
+    "starcoder2": Architecture(model_type="starcoder2", layer=_STARCODER2, rms_epsilon=False, configure=layer_norms.read_starcoder2),
 }

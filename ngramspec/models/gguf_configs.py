@@ -1,5 +1,5 @@
 """Make the configs of transformers' models of the metadata of GGUF files, one function for every architecture or several; those of hybrids
-are in `gguf_hybrid_configs`.
+and of models with LayerNorms are in `gguf_hybrid_configs` and `gguf_layer_norm_configs`.
 
 A function gets the metadata and the config that all architectures have in common (`gguf_architectures.read_config`); it returns what
 differs from that. Whatever the model cannot have is refused by key and value. Knows no tensors' names but those that show what a model has.
@@ -194,6 +194,17 @@ def read_ernie_moe(metadata: GgufMetadata, config: Config) -> Config:
     }  # fmt: skip
 
 
+def read_bailing_moe(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of Ling (1 and 1.5, Coder Lite), which is ERNIE 4.5 MoE's model without corrections of the choice."""
+    experts, width = read_experts(metadata, normalise=True), metadata.get_same("expert_feed_forward_length")
+    if not metadata.is_stated("expert_weights_norm", True):
+        raise metadata.make_refusal("expert_weights_norm", False, "true")
+    return read_llama(metadata, config) | {
+        "moe_num_experts": experts["num_experts"], "moe_k": experts["num_experts_per_tok"], "moe_intermediate_size": width,
+        "moe_num_shared_experts": metadata.get_int("expert_shared_count"), "moe_layer_start_index": 0, "output_router_logits": False,
+    }  # fmt: skip
+
+
 def read_hunyuan_moe(metadata: GgufMetadata, config: Config) -> Config:
     """Read the config of Hunyuan's mixture of experts, whose experts and shared expert have the size of an MLP."""
     experts, inner = read_experts(metadata, normalise=True), metadata.get_same("feed_forward_length")
@@ -275,6 +286,19 @@ def read_qwen2moe(metadata: GgufMetadata, config: Config) -> Config:
 def read_qwen3moe(metadata: GgufMetadata, config: Config) -> Config:
     return read_qwen(metadata, config) | read_experts(metadata, normalise=True) | {
         "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"), "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }  # fmt: skip
+
+
+def read_mellum(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of Mellum 2. Its layers with windows have their own angles, which are not scaled."""
+    found, window = read_qwen3moe(metadata, config), metadata.get_int("attention.sliding_window", 0)
+    base = metadata.get_float("rope.freq_base", FREQ_BASE)
+    rope = {FULL: found["rope_parameters"], SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False)}
+    if not metadata.has_key("rope.freq_base_swa"):
+        rope[SLIDING]["rope_theta"] = base
+    return found | {
+        "sliding_window": window or None, "layer_types": metadata.get_layer_types(4) if window else [FULL] * metadata.n_layers,
+        "rope_parameters": rope,
     }  # fmt: skip
 
 
@@ -445,30 +469,5 @@ def _read_mistral4(metadata: GgufMetadata, found: Config) -> Config:
     return {"model_type": "mistral4", "head_dim": found["qk_nope_head_dim"] + found["qk_rope_head_dim"]}
 
 
-def read_starcoder2(metadata: GgufMetadata, config: Config) -> Config:
-    return read_llama(metadata, config) | {
-        "norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
-        "use_bias": metadata.has_attention_bias(),
-        "sliding_window": None,
-    }
-
-
 def read_apertus(metadata: GgufMetadata, config: Config) -> Config:
     return read_llama(metadata, config) | {"hidden_act": "xielu", "dtype": "float32"}
-
-
-def read_nemotron(metadata: GgufMetadata, config: Config) -> Config:
-    """Read the config of dense Nemotron (Minitron): squared ReLU without a gate, and norms whose weights are offsets from 1."""
-    return read_partial(metadata, config) | {
-        "norm_eps": metadata.get_float("attention.layer_norm_epsilon"), "hidden_act": "relu2", "mlp_bias": metadata.has_mlp_bias(),
-    }  # fmt: skip
-
-
-def read_gpt2(metadata: GgufMetadata, config: Config) -> Config:
-    positions = metadata.file.tensors.get("position_embd.weight")
-    n_positions = positions.shape[0] if positions else config["max_position_embeddings"]
-    return {
-        "max_position_embeddings": n_positions, "n_ctx": n_positions, "n_positions": n_positions, "n_embd": config["hidden_size"],
-        "n_layer": metadata.n_layers, "n_head": config["num_attention_heads"], "n_inner": metadata.get_same("feed_forward_length"),
-        "layer_norm_epsilon": metadata.get_float("attention.layer_norm_epsilon"),
-    }  # fmt: skip

@@ -6,7 +6,7 @@ A file and its config go in; out comes, for every parameter, which tensor it is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ngramspec.models import qwen3_next
@@ -22,6 +22,7 @@ from ngramspec.models.tensor_source import KINDS, RowParts
 _PARAMETERS = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
 # Tensors of heads with an embedding or projection of their own, which are not read.
 _OWN_VOCABULARY = ("nextn.embed_tokens", "nextn.shared_head_head")
+_CORRECTION = ".moe_statics.e_score_correction_bias"  # end of a name in ERNIE 4.5; files need not have one
 
 
 class TensorUse(NamedTuple):
@@ -66,9 +67,10 @@ def map_tensors(file: Gguf, config: Config) -> dict[str, TensorUse]:
     return uses | numbers | _map_head(file, row, config, of_head)
 
 
-def add_zero_biases(uses: Mapping[str, TensorUse], parameters: Iterable[str]) -> dict[str, TensorUse]:
+def add_zero_biases(uses: Mapping[str, TensorUse], parameters: Sequence[str]) -> dict[str, TensorUse]:
     """Return uses of the biases among a model's parameters that the file lacks: they are zero, one for each row of the weight beside."""
     lacking = {name: f"{name.removesuffix('.bias')}.weight" for name in parameters if name.endswith(".bias") and name not in uses}
+    lacking |= {name: f"{name.removesuffix(_CORRECTION)}.weight" for name in parameters if name.endswith(_CORRECTION) and name not in uses}
     return {name: uses[weight]._replace(rule="zeros") for name, weight in lacking.items() if weight in uses}
 
 
@@ -139,6 +141,8 @@ def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str
     if rule == "halved" and not n_halved:
         rule = "same"
     heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"] if rule in ("interleaved", "halved") else 0
+    if stem.endswith("norm"):
+        heads = min(1, heads)  # all heads have the same
     if rule == "repeated":
         heads = config["linear_key_repeats"]
         rule = rule if heads > 1 else "same"

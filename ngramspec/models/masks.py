@@ -45,7 +45,12 @@ class ShapeProbe:
         return torch.zeros_like(q)
 
 
-_DROPPING = ("NemotronDecoderLayer",)  # classes of layers that do not hand keyword arguments on to their attention
+_DROPPING = ("NemotronDecoderLayer", "StableLmDecoderLayer")  # classes of layers that do not hand keyword arguments on to their attention
+
+
+def is_replaceable(model: PreTrainedModel) -> bool:
+    """Return whether a model's layers call the attention function of any name, as transformers says, or we know it."""
+    return bool(getattr(model, "_supports_attention_backend", False)) or any(type(layer).__name__ in _DROPPING for layer in model.modules())
 
 
 def hand_keywords_on(model: PreTrainedModel) -> None:

@@ -94,7 +94,7 @@ _ROUNDING, _CODED = 1e-5, 3e-2
 _ANY = 50  # Width of rows on which an activation is tried.
 # Names of an MLP's matrices: gate, up and down, gate and up as one, or up and down.
 _JOINED = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
-_MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), *_JOINED, ("up_proj", "down_proj"), ("c_fc", "c_proj"))
+_MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), *_JOINED, ("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"))
 
 
 def _measure_error(old: nn.Module, new: nn.Module, width: int) -> float:

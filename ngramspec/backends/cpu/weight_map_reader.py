@@ -47,7 +47,7 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
 _HEAD_NORMS, _LATE_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")), ("query_layernorm", "key_layernorm")
 _SECOND_NORMS = ("post_attention_layernorm", "ffn_norm")  # of layers whose MLP does not see what attention sees
 _MIXER = "mixer"  # a layer's only part besides its norm
-_OUTPUTS = ("o_proj", "out_proj")  # names of attention's last matrix
+_OUTPUTS = ("o_proj", "out_proj", "dense")  # names of attention's last matrix
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 _Names = Callable[[str], MatrixName]  # of the module at a path
 
@@ -95,7 +95,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
 
 
 def _get_last_norm(base: Any) -> Any:
-    return next((getattr(base, name) for name in ("norm", "embedding_norm", "norm_f") if hasattr(base, name)), None)
+    return next((getattr(base, name) for name in ("norm", "embedding_norm", "norm_f", "final_layernorm") if hasattr(base, name)), None)
 
 
 def _get_rotary(base: Any) -> Any:
@@ -208,7 +208,7 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         interleaved=bool(getattr(config, "rope_interleave", True)) if latents else _is_interleaved(model, rotaries, head_dim),
         layer_norm=norm.subtracts_mean,
         late_norms=hasattr(attentions[0], _LATE_NORMS[0]),
-        parallel=not any(hasattr(base.layers[0], name) for name in (*_SECOND_NORMS, _MIXER)),
+        parallel=not any(getattr(base.layers[0], name, None) is not None for name in (*_SECOND_NORMS, _MIXER)),
         centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0][0], None)),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0), gated=gated.pop(),
         recurrent=recurrent.pop() if recurrent else None, short_conv=convs.pop() if convs else None,
