@@ -1,6 +1,20 @@
-"""`python -m ngramspec` is the `ngramspec` command."""
+"""The `ngramspec` command, which is `python -m ngramspec`, too."""
 
-from ngramspec.cli.main import run_command
+import sys
+from typing import NoReturn
+
+from ngramspec.cli.interrupts import INTERRUPTED, keep_interrupts
+
+
+def run_command() -> NoReturn:
+    """Import and run the command."""
+    try:
+        with keep_interrupts():
+            from ngramspec.cli import main
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    main.run_command()
+
 
 if __name__ == "__main__":
     run_command()

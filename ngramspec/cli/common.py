@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ngramspec.cli.interrupts import keep_interrupts
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -173,8 +175,9 @@ def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False
     Raises BadInputError for what is out of bounds, and what `Engine` raises.
     """
     check_model(model)
-    from ngramspec.engine.llm_engine import Engine
-    from ngramspec.papers.registry import make_drafter
+    with keep_interrupts():
+        from ngramspec.engine.llm_engine import Engine
+        from ngramspec.papers.registry import make_drafter
 
     try:
         made = [make_drafter(name) for name in drafters]

@@ -19,8 +19,7 @@ from typer.core import TyperGroup
 
 from ngramspec import __version__
 from ngramspec.cli.common import BadInputError, MissingPackagesError, missing_packages, to_printable
-
-INTERRUPTED = 130
+from ngramspec.cli.interrupts import INTERRUPTED, keep_interrupts
 
 # Name → module of this package and what it has there: a function, or a Typer application of commands
 _COMMANDS = {
@@ -42,7 +41,7 @@ class _Commands(UserDict[str, Any]):
             module, _, attribute = found.partition(":")
             from ngramspec.datastore.garbage import pause_collector
 
-            with pause_collector():
+            with pause_collector(), keep_interrupts():
                 found = getattr(importlib.import_module(f"ngramspec.cli.{module}"), attribute)
             if not isinstance(found, typer.Typer):
                 function, found = found, typer.Typer(add_completion=False)

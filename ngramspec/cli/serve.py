@@ -17,6 +17,7 @@ from ngramspec.cli.common import BadInputError, check_text, option
 from ngramspec.cli.environment import add_environment
 from ngramspec.cli.flags import ENGINE, MODEL_HELP, SPECULATION, with_options
 from ngramspec.cli.hub_file import fetch_file
+from ngramspec.cli.interrupts import keep_interrupts
 from ngramspec.cli.serve_options import ServerOptions
 from ngramspec.config import EngineConfig
 
@@ -115,11 +116,12 @@ def serve(
 
 
 def _make_settings(given: Mapping[str, Any]) -> ServerSettings:
-    from pydantic import ValidationError
-    from pydantic_settings import SettingsError
+    with keep_interrupts():
+        from pydantic import ValidationError
+        from pydantic_settings import SettingsError
 
-    from ngramspec.server.field_errors import describe_field_error
-    from ngramspec.server.settings import ServerSettings
+        from ngramspec.server.field_errors import describe_field_error
+        from ngramspec.server.settings import ServerSettings
 
     for name, value in given.items():
         check_text(value, name)
@@ -170,12 +172,13 @@ def _run_server(
     common.check_model(model)
     engine |= {"datastore": {name: common.open_store(folder) for name, folder in engine["datastore"].items()}}
 
-    from ngramspec.cli import editors
-    from ngramspec.datastore.cache_dir import cache_dir
-    from ngramspec.prompts.fim import Fim
-    from ngramspec.server import logs
-    from ngramspec.server.repositories import Repositories
-    from ngramspec.server.run import run
+    with keep_interrupts():
+        from ngramspec.cli import editors
+        from ngramspec.datastore.cache_dir import cache_dir
+        from ngramspec.prompts.fim import Fim
+        from ngramspec.server import logs
+        from ngramspec.server.repositories import Repositories
+        from ngramspec.server.run import run
 
     log = logs.configure(settings.log_format)
 

@@ -198,7 +198,27 @@ def test_a_command_does_not_wait_for_the_others_to_be_imported() -> None:
     code = "import sys, ngramspec.cli.main as cli; sys.argv = ['ngramspec', '--version']; sys.stdout = None\ntry: cli.main()\n"
     code += "except SystemExit: print(sorted(m for m in sys.modules if m.startswith('ngramspec.')), file=sys.stderr)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
-    assert imported == "['ngramspec.cli', 'ngramspec.cli.common', 'ngramspec.cli.main']\n"
+    assert imported == "['ngramspec.cli', 'ngramspec.cli.common', 'ngramspec.cli.interrupts', 'ngramspec.cli.main']\n"
+
+
+LOSES_INTERRUPT = """
+import signal, sys
+class Dropped:
+    def __del__(self): signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "regex"])
+@pytest.mark.parametrize("where", ["Dropped()", "signal.raise_signal(signal.SIGINT)"])
+def test_an_interrupt_while_modules_are_imported_ends_the_command(tmp_path: Path, module: str, where: str) -> None:
+    (tmp_path / f"{module}.py").write_text(
+        f"{LOSES_INTERRUPT}\n{where}\nsys.path.remove({str(tmp_path)!r})\ndel sys.modules[__name__]\nimport {module}\n"
+    )
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[0] = 'ngramspec'\n"
+    code += "from ngramspec.__main__ import run_command; run_command()"
+    done = subprocess.run([sys.executable, "-c", code, "complete", "x", "-q"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "__main__" not in done.stderr, "a traceback of the command"
 
 
 def test_the_end_of_a_command_frees_nothing_object_by_object() -> None:
