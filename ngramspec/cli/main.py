@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from collections import UserDict
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -69,6 +70,7 @@ app = typer.Typer(
 def run_command() -> NoReturn:
     """Run the command and end the process as soon as it is done: freeing an engine object by object takes Python seconds on a busy machine,
     and the system no time."""
+    _open_missing_streams()
     code = 1
 
     def end_process() -> None:
@@ -87,6 +89,18 @@ def run_command() -> NoReturn:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
         raise
+
+
+def _open_missing_streams() -> None:
+    """Open the null device in place of the standard streams that were closed at the start, as with `>&-`.
+
+    Otherwise Python has no object for them, and the next file to be opened, a model or a cache, gets the number to which libraries write
+    errors.
+    """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115  # for the whole process; gets the lowest free number
+            setattr(sys, name, stream)
 
 
 def main() -> NoReturn:

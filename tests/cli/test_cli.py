@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -219,6 +220,20 @@ def test_an_interrupt_while_modules_are_imported_ends_the_command(tmp_path: Path
     done = subprocess.run([sys.executable, "-c", code, "complete", "x", "-q"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert "__main__" not in done.stderr, "a traceback of the command"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+def test_standard_streams_that_are_closed() -> None:
+    code = "import os, sys; from ngramspec.cli import main as cli; sys.argv = ['ngramspec', *sys.argv[1:]]\n"
+    code += "cli.main = lambda real=cli.main: (print([open(path).fileno() > 2 for path in [os.devnull] * 3]), real())\ncli.run_command()"
+    command = ["sh", "-c", f'"{sys.executable}" -c "$0" complete -q <&- "$@"', code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "[True, True, True]\n", "ngramspec: the prompt is empty\n")
+    for closed in ("1", "2"):
+        command = ["sh", "-c", f'"{sys.executable}" -c "$0" --version {closed}>&-', code]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert ("ngramspec" in done.stdout) == (closed == "2")
 
 
 def test_the_end_of_a_command_frees_nothing_object_by_object() -> None:
