@@ -49,7 +49,12 @@ def derive(gguf: Gguf, folder: Path) -> None:
     generation: Any = model.generation_config
     generation.eos_token_id = sorted(vocabulary.end_token_ids_of(gguf))
     generation.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is Exception or isinstance(error, UnicodeError):  # the library raises no OSError for a full disk or an odd path
+            raise OSError(f"the tokenizer cannot be written: {error}") from error
+        raise
     (folder / "config.json").write_text(json.dumps(config))
     (folder / TENSOR_NAMES).write_text(json.dumps(names))
 

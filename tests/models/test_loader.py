@@ -338,6 +338,14 @@ def stages(path: Path, cache: Path, **options: Any) -> tuple[LoadedModel, str]:
     return load_model(str(path), cache_dir=cache, progress=messages.append, **options), "\n".join(messages)
 
 
+def test_a_tokenizer_that_cannot_be_written_is_a_fault_of_the_cache(path: Path, tmp_path: Path) -> None:
+    """A full disk, say, of which the tokenizers library tells by an exception of no type."""
+    (tmp_path / "tokenizer.json").mkdir()
+    gguf = gguf_files.read(path)
+    with pytest.raises(OSError, match="the tokenizer cannot be written"):
+        gguf_hf_mapping.derive(gguf, tmp_path)
+
+
 def test_a_gguf_is_read_once(path: Path, derive: object, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     loaded, first = stages(path, cache)
