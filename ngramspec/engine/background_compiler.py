@@ -196,8 +196,8 @@ def compile_all(progress: Progress) -> None:
         code.go_on()
         code.wait(*STAGES)
         code.close()
-    for kv_dtype in ("float16", "float32"):
-        warm_up(kv_dtype, progress)  # compiles what the children could not, and the other type of keys and values
+    warm_up("float16", progress if code is None else lambda _: None)  # what the children could not
+    warm_up("float32", lambda text: progress(f"for float32 models: {text}"))
 
 
 # ------------------------------------------------------------------ in the child
