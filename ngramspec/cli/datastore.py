@@ -14,12 +14,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 
 from ngramspec import __version__
 from ngramspec.cli.common import BadInputError, option, parse_size, read_prompt, to_printable
+from ngramspec.cli.flags import with_options
 
 TERMINATED = 143
 _WRITER = f"ngramspec {__version__}"
@@ -32,6 +33,19 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _to_tuple(given: list[str] | None) -> tuple[str, ...] | None:
+    return tuple(given) if given else None
+
+
+def _split_names(given: str | None) -> tuple[str, ...] | None:
+    return tuple(name.strip() for name in given.split(",") if name.strip()) if given else None
+
+
+def _parse_file_size(given: str | None) -> int | None:
+    return parse_size(given, "--max-file-size")
+
 
 StoreArgument = Annotated[Path, typer.Argument(help="The folder of the datastore.", show_default=False)]
 Json = Annotated[bool, option(_OUTPUT, "Print one JSON document.", "--json")]
@@ -50,7 +64,49 @@ Tokenizer = Annotated[
 ]
 
 
+class CorpusFlags(TypedDict, total=False):
+    """Options by the field of `corpus.CorpusOptions` that each sets; those that were given."""
+
+    include: Annotated[
+        list[str], option(_CORPUS, "Take only what matches, whatever its type. As in .gitignore; may be repeated.", callback=_to_tuple)
+    ]
+    exclude: Annotated[list[str], option(_CORPUS, "Leave out what matches. As in .gitignore; may be repeated.", callback=_to_tuple)]
+    languages: Annotated[
+        str,
+        option(
+            _CORPUS,
+            "Take only these, such as python,rust or py,rs. Default: all known source and text.",
+            "--language",
+            "-l",
+            callback=_split_names,
+        ),
+    ]
+    max_file_size: Annotated[
+        str, option(_CORPUS, "Leave out larger files and members. Default: 1M.", metavar="SIZE", callback=_parse_file_size)
+    ]
+    text_fields: Annotated[
+        list[str],
+        option(
+            _CORPUS,
+            "The field of .jsonl rows that holds the text; the first there is. Default: text, content, code.",
+            "--text-field",
+            callback=_to_tuple,
+        ),
+    ]
+    untracked: Annotated[
+        bool,
+        option(
+            _CORPUS,
+            "In a git repository, also files that git does not track (nor ignore).",
+            "--untracked/--no-untracked",
+            callback=lambda given: given or None,
+        ),
+    ]
+
+
+@with_options("build-datastore", corpus_options=CorpusFlags)
 def build_datastore(
+    *,
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Folders, files, .jsonl(.gz), .zip, .whl, .tar.gz. With --update: more of them.")
     ] = None,
@@ -61,19 +117,6 @@ def build_datastore(
     update: Annotated[
         bool, typer.Option("--update", "-u", help="Bring a store up to date: only what changed is read and tokenized again.")
     ] = False,
-    include: Annotated[
-        list[str] | None, option(_CORPUS, "Take only what matches, whatever its type. As in .gitignore; may be repeated.")
-    ] = None,
-    exclude: Annotated[list[str] | None, option(_CORPUS, "Leave out what matches. As in .gitignore; may be repeated.")] = None,
-    language: Annotated[
-        str | None,
-        option(_CORPUS, "Take only these, such as python,rust or py,rs. Default: all known source and text.", "--language", "-l"),
-    ] = None,
-    max_file_size: Annotated[str | None, option(_CORPUS, "Leave out larger files and members. Default: 1M.", metavar="SIZE")] = None,
-    text_field: Annotated[
-        list[str] | None, option(_CORPUS, "The field of .jsonl rows that holds the text; the first there is. Default: text, content, code.")
-    ] = None,
-    untracked: Annotated[bool, option(_CORPUS, "In a git repository, also files that git does not track (nor ignore).")] = False,
     router: Annotated[
         bool | None,
         typer.Option(
@@ -82,6 +125,7 @@ def build_datastore(
         ),
     ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Threads that tokenize. Default: all cores.")] = None,
+    corpus_options: CorpusFlags,
     max_memory: Memory = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="Build on the Ray cluster that is running, or a local one. Needs the extra `ray`.")
@@ -122,24 +166,15 @@ def build_datastore(
         from ngramspec.datastore import update as updating
         from ngramspec.datastore.manifest import read_manifest
 
-        given: dict[str, Any] = {
-            "include": tuple(include) if include else None,
-            "exclude": tuple(exclude) if exclude else None,
-            "languages": tuple(name.strip() for name in language.split(",") if name.strip()) if language else None,
-            "max_file_size": parse_size(max_file_size, "--max-file-size"),
-            "text_fields": tuple(text_field) if text_field else None,
-            "untracked": untracked or None,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
         memory = parse_size(max_memory, "--max-memory")
         if update:
             manifest = read_manifest(output)
-            options = corpus.CorpusOptions(**{**dataclasses.asdict(updating.parse_options(manifest)), **given})
+            options = corpus.CorpusOptions(**{**dataclasses.asdict(updating.parse_options(manifest)), **corpus_options})
             name = tokenizer or manifest.tokenizer_name
         elif tokenizer is None:
             raise BadInputError("name the model that the datastore is for: --tokenizer M, such as --tokenizer smollm2")
         else:
-            options, name = corpus.CorpusOptions(**given), tokenizer
+            options, name = corpus.CorpusOptions(**corpus_options), tokenizer
         backend = load_tokenizer_backend(tokenizer)
         with screen_datastore.show_progress(quiet) as on_progress:
             how: dict[str, Any] = {"options": options, "writer": _WRITER, "on_progress": on_progress}
