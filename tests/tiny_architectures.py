@@ -98,6 +98,14 @@ _GEMMA4_EXPERTS: Shapes = _norms("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_
     "ffn_gate_inp.weight": (_N_EXPERTS, HIDDEN), "ffn_gate_inp.scale": (HIDDEN,), "ffn_down_exps.scale": (_N_EXPERTS,),
     "ffn_gate_up_exps.weight": (_N_EXPERTS, 2 * _WIDTH, HIDDEN), "ffn_down_exps.weight": (_N_EXPERTS, HIDDEN, _WIDTH),
 }  # fmt: skip
+# Gemma 3n in sizes that llama.cpp does not read; it divides variances of an MLP by one less, which matters less the wider that is.
+_ALTUP_WIDTH, _LAUREL, _SPARSE, _N_ALTUP = 256, 64, 1024, 4
+_GEMMA3N: Shapes = _norms("post_norm", "altup_router_norm", "laurel_post_norm") | {
+    "ffn_gate.weight": (_SPARSE, HIDDEN), "ffn_up.weight": (_SPARSE, HIDDEN), "ffn_down.weight": (HIDDEN, _SPARSE),
+    "inp_gate.weight": (_ALTUP_WIDTH, HIDDEN), "proj.weight": (HIDDEN, _ALTUP_WIDTH), "laurel_l.weight": (_LAUREL, HIDDEN),
+    "laurel_r.weight": (HIDDEN, _LAUREL), "altup_correct_coef.weight": (_N_ALTUP, _N_ALTUP), "altup_correct_scale.weight": (HIDDEN,),
+    "altup_predict_coef.weight": (_N_ALTUP**2, _N_ALTUP), "altup_router.weight": (_N_ALTUP, HIDDEN),
+}  # fmt: skip
 
 _STATE, _KEY_HEADS = 16, 2  # numbers of a head of keys and of values, heads of keys
 _RECURRENT: Shapes = {
@@ -322,6 +330,12 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         _WIDE | _SWA | {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         False,
     ),
+    "gemma3n": (
+        "gemma3n", _PRE | _POST | _SPLIT | _OUT | _HEAD_NORMS | _GEMMA3N,
+        _WIDE | _SWA | {
+            "block_count": 25, "rope.freq_base": 1e6, "feed_forward_length": _SPARSE, "embedding_length_per_layer_input": _ALTUP_WIDTH,
+        }, False,
+    ),
     "gemma4": ("gemma4", _GEMMA4, _GEMMA4_KEYS, False),
     "gemma4, shared": ("gemma4", _GEMMA4 | _PER_LAYER, _GEMMA4_KEYS | _SHARING, False),
     "gemma4, experts": ("gemma4", _GEMMA4 | _GEMMA4_EXPERTS, _GEMMA4_KEYS | _CHOICE | {"expert_feed_forward_length": _WIDTH}, False),
@@ -512,10 +526,13 @@ def write(
     if keys.get("rope.scaling.type") == "longrope" and "rope.dimension_count" in keys:
         whole |= {f"rope_factors_{length}.weight": (keys["rope.dimension_count"] // 2,) for length in ("long", "short")}
     if "inp_gate.weight" in layer:
+        width = layer["inp_gate.weight"][0]
+        n = width * keys.get("block_count", LAYERS)
         whole |= {
-            "per_layer_token_embd.weight": (VOCAB, 16 * LAYERS), "per_layer_model_proj.weight": (16 * LAYERS, HIDDEN),
-            "per_layer_proj_norm.weight": (16,),
+            "per_layer_token_embd.weight": (VOCAB, n), "per_layer_model_proj.weight": (n, HIDDEN), "per_layer_proj_norm.weight": (width,),
         }  # fmt: skip
+    if architecture == "gemma3n":
+        whole |= {f"altup_{name}.weight": (_N_ALTUP - 1, HIDDEN, HIDDEN) for name in ("proj", "unembd_proj")}
     if has_head:
         whole["output.weight"] = (VOCAB, HIDDEN)
     layers = [_list_shapes(architecture, i, layer, keys) for i in range(keys.get("block_count", LAYERS))]

@@ -32,7 +32,7 @@ class Architecture:
     whole: Mapping[str, str] = field(
         default_factory=lambda: {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     )
-    """Modules outside of layers by the stems of tensors."""
+    """Modules outside of layers by the stems of tensors; "*": a number, of a matrix each of which the tensor has several."""
     prefix: str = "model.layers"
     rules: Mapping[str, str] = field(default_factory=dict)
     """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side; "halved": they have not, if the config
@@ -80,6 +80,12 @@ _GEMMA4 = {
     "ffn_gate_exps": "experts.gate_up_proj", "ffn_gate_up_exps": "experts.gate_up_proj", "ffn_down_exps": "experts.down_proj",
     "ffn_down_exps.scale": "router.per_expert_scale", "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+}  # fmt: skip
+_GEMMA3N = {
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+    "altup_correct_coef": "altup.correction_coefs", "altup_correct_scale": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router", "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right", "laurel_post_norm": "laurel.post_laurel_norm",
 }  # fmt: skip
 _SANDWICH = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | _POST_NORMS | _ATTENTION | _MLP
 _LATENT = {"attn_q": "self_attn.q_proj", "attn_output": "self_attn.o_proj"} | {
@@ -216,6 +222,11 @@ _GPT2 = {
 _GPT2_WHOLE = {
     "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head",
 }  # fmt: skip
+_PER_LAYER_WHOLE = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture(
         model_type="afmoe",
@@ -261,17 +272,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(model_type="gemma", layer=_LLAMA, rules=_SHIFTED, configure=configs.read_gemma),
     "gemma2": Architecture(model_type="gemma2", layer=_SANDWICH, rules=_SHIFTED, configure=configs.read_gemma2),
     "gemma3": Architecture(model_type="gemma3_text", layer=_SANDWICH | _HEAD_NORMS, rules=_SHIFTED, configure=configs.read_gemma3),
+    "gemma3n": Architecture(
+        model_type="gemma3n_text",
+        layer=_SANDWICH | _HEAD_NORMS | _GEMMA3N,
+        whole=_PER_LAYER_WHOLE | {"altup_proj": "model.altup_projections.*", "altup_unembd_proj": "model.altup_unembed_projections.*"},
+        configure=configs.read_gemma3n,
+    ),
     "gemma4": Architecture(
         model_type="gemma4_text",
         layer=_SANDWICH | _HEAD_NORMS | _GEMMA4,
-        whole={
-            "token_embd": "model.embed_tokens",
-            "output_norm": "model.norm",
-            "output": "lm_head",
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
-        },
+        whole=_PER_LAYER_WHOLE,
         configure=configs.read_gemma4,
     ),
     "glm4": Architecture(

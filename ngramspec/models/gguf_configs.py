@@ -342,6 +342,33 @@ def read_gemma3(metadata: GgufMetadata, config: Config) -> Config:
     }
 
 
+def read_gemma3n(metadata: GgufMetadata, config: Config) -> Config:
+    """Read Gemma 3n's config. Which layers have their own keys, or MLPs of which few numbers stay, is by number, as in llama.cpp."""
+    n_own, n_sparse, types = 20, 10, metadata.get_layer_types(5)
+    n_shared = metadata.n_layers - n_own
+    for key, accepted in (
+        ("altup.num_inputs", 4), ("altup.active_idx", 0), ("attention.shared_kv_layers", n_shared), ("final_logit_softcapping", 30),
+    ):  # fmt: skip
+        if (stated := metadata.get_float(key, accepted)) != accepted:
+            raise metadata.make_refusal(key, stated, str(accepted))
+    if n_shared < 1 or types[n_own - 2 : n_own] != [SLIDING, FULL]:
+        raise metadata.make_refusal(
+            "attention.sliding_window_pattern", types, f"{FULL} in layer {n_own}, {SLIDING} before, and layers after"
+        )
+    sparse = [i < n_sparse for i in range(metadata.n_layers)]
+    if (stds := metadata.get_numbers("activation_sparsity_scale")) and [number > 0 for number in stds] != sparse:
+        raise metadata.make_refusal("activation_sparsity_scale", stds, f"positive numbers in the first {n_sparse} layers")
+    laurel, per_layer = (metadata.file.tensors.get(name) for name in ("blk.0.laurel_l.weight", "per_layer_token_embd.weight"))
+    return read_gemma(metadata, config) | {
+        "sliding_window": read_window(metadata, same_angles=False), "layer_types": types, "num_kv_shared_layers": n_shared,
+        "rope_parameters": {FULL: metadata.get_rope(), SLIDING: metadata.get_rope("rope.freq_base_swa", scaled=False)},
+        "activation_sparsity_pattern": [0.95 * each for each in sparse], "laurel_rank": laurel.shape[0] if laurel else 0,
+        "hidden_size_per_layer_input": metadata.get_int("embedding_length_per_layer_input", 256),
+        "vocab_size_per_layer_input": per_layer.shape[0] if per_layer else 0,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }  # fmt: skip
+
+
 def read_gemma4(metadata: GgufMetadata, config: Config) -> Config:
     """Read Gemma 4's config. Which numbers of a head its global layers rotate shows in the tensor rope_freqs."""
     types = metadata.get_layer_types(6)

@@ -19,7 +19,7 @@ from ngramspec.models.latent_weights import BOTH, KEYS, VALUES
 from ngramspec.models.tensor_source import KINDS, RowParts
 
 # Stems of tensors that are parameters of a module that has others.
-_PARAMETERS = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
+_PARAMETERS = ("altup_correct_scale", "attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
 # Tensors of heads with an embedding or projection of their own, which are not read.
 _OWN_VOCABULARY = ("nextn.embed_tokens", "nextn.shared_head_head")
 _CORRECTION = ".moe_statics.e_score_correction_bias"  # end of a name in ERNIE 4.5; files need not have one
@@ -105,6 +105,9 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
         return _split_fused(row, config, tensor, f"{row.prefix}.{layer}", kind)
     if path is None:
         return {}
+    if "*" in path:
+        n, n_rows = tensor.shape[:2]
+        return {f"{path.replace('*', str(i))}.{kind}": TensorUse(tensor.name, first=i * n_rows, end=(i + 1) * n_rows) for i in range(n)}
     path = path if layer is None else f"{row.prefix}.{layer}.{path}"
     if kind == "scale":
         return {path: TensorUse(tensor.name)}

@@ -362,7 +362,8 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
         return ZeroTensor(kind="F32", shape=shape)
     if use.end:
         at = plain.offset + use.first * (plain.row_bytes if len(plain.shape) > 1 else plain.row_bytes // plain.shape[-1])
-        plain = FileTensor(kind=plain.kind, shape=(use.end - use.first, *plain.shape[1:]), file=plain.file, offset=at)
+        width = plain.shape[-1:] if len(plain.shape) > 1 else ()
+        plain = FileTensor(kind=plain.kind, shape=(use.end - use.first, *width), file=plain.file, offset=at)
     there = (*plain.shape[:-2], *plain.shape[:-3:-1]) if rule == "transposed" else plain.shape
     if len(shape) == 1 and KINDS[plain.kind][0] == 1:
         there = (math.prod(there),)
