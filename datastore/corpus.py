@@ -23,6 +23,7 @@ from pathspec import GitIgnoreSpec
 
 from . import archives, file_filters, secret_scan
 from .beneath import ConfinedFolder, open_beneath
+from .cache_dir import expand_home
 from .errors import CorpusError
 from .listing import Listing, Skipped, to_encodable
 
@@ -133,7 +134,7 @@ def resolve_sources(paths: Iterable[str | os.PathLike[str]]) -> list[CorpusSourc
     """Return sources by the paths that a user gave, each once. Raises CorpusError for one that does not exist."""
     found: dict[str, CorpusSource] = {}
     for given in paths:
-        path = Path(given).expanduser()
+        path = expand_home(given)
         try:
             mode = path.stat().st_mode
         except OSError as error:

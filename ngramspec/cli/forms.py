@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from ngramspec.cli.common import BadInputError, check_text, read_file
+from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
 
@@ -27,11 +27,11 @@ def _read(given: str, option: str) -> tuple[str, str]:
     """(the text, where it is from)"""
     check_text(given, option)
     try:
-        is_file = Path(given).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # no path: too long, or with a NUL
+        is_file = expand_home(given).exists()
+    except (OSError, ValueError):  # no path: too long, or with a NUL
         is_file = False
     if is_file:
-        return read_file(Path(given).expanduser(), option), given
+        return read_file(expand_home(given), option), given
     shown = given if len(given) <= 40 else f"{given[:40]}…"
     return given, f"{shown!r}, of which there is no file,"
 

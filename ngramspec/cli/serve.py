@@ -20,6 +20,7 @@ from ngramspec.cli.hub_file import fetch_file
 from ngramspec.cli.interrupts import keep_interrupts
 from ngramspec.cli.serve_options import ServerOptions
 from ngramspec.config import EngineConfig
+from ngramspec.datastore.cache_dir import expand_home
 
 if TYPE_CHECKING:
     from ngramspec.engine.llm_engine import Engine
@@ -146,9 +147,9 @@ def parse_stores(given: Sequence[str], what: str = "--datastore", taken: Collect
         name, folder = match.groups() if (match := re.fullmatch(r"([\w.-]+)=(.+)", text)) else ("", text)
         if name in stores or name in taken:
             raise BadInputError(f"{what}: the name {name} is given twice")
-        base = re.sub(r"[^\w.-]", "_", Path(folder).expanduser().resolve().name) or "datastore"
+        base = re.sub(r"[^\w.-]", "_", expand_home(folder).resolve().name) or "datastore"
         names = itertools.chain([base], (f"{base}-{i}" for i in itertools.count(2)))
-        stores[name or next(each for each in names if each not in stores and each not in taken)] = str(Path(folder).expanduser())
+        stores[name or next(each for each in names if each not in stores and each not in taken)] = str(expand_home(folder))
     return stores
 
 

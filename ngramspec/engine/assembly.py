@@ -25,7 +25,7 @@ from ngramspec.backends.cpu.llama_runner import LlamaRunner, count_packed_bytes
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
-from ngramspec.datastore.cache_dir import cache_dir
+from ngramspec.datastore.cache_dir import cache_dir, expand_home
 from ngramspec.datastore.garbage import pause_collector
 from ngramspec.engine import background_compiler
 from ngramspec.errors import InvalidInputError, MissingPackageError
@@ -358,7 +358,7 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     pool.release(slot)
     state = pool.read_state(_TRIAL) or b""
     model = hashlib.sha256(block + state + start_cache.digest_code().encode()).hexdigest()[:32]
-    root = Path(config.prefix_cache_path).expanduser()
+    root = expand_home(config.prefix_cache_path)
     folder = PrefixFolder(root, model, len(block), len(state), config.prefix_cache_size)
     return PrefixStore(folder, pool)
 

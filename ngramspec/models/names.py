@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.errors import ModelNotFoundError
 from ngramspec.models import gguf, header_limits, hub
 from ngramspec.models.shapes import PREFIX as RANDOM
@@ -46,7 +47,7 @@ def resolve(spec: str) -> Path | str:
     """Return a folder or GGUF file as a path, a hub repository as its name."""
     if spec == "smollm2":
         return smollm2_gguf()
-    path = Path(spec).expanduser()
+    path = expand_home(spec)
     if not spec.strip():  # which pathlib takes for the working folder
         raise ModelNotFoundError(f"a model's name must not be empty, got {spec!r}; accepted: {ACCEPTED}")
     if path.is_dir():
@@ -78,6 +79,6 @@ def download(name: str, patterns: list[str], progress: Callable[[str], None] | N
 
 def locate_gguf(spec: str, progress: Callable[[str], None] | None = None) -> str:
     """Return the path of a GGUF file that is named on the hub, downloaded if the cache lacks it; any other name as it is."""
-    if Path(spec).expanduser().exists() or hub.parse_gguf_name(spec) is None:
+    if expand_home(spec).exists() or hub.parse_gguf_name(spec) is None:
         return spec
     return str(download(spec, [], progress))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.errors import ModelNotFoundError
 from ngramspec.models.header_limits import read_object
 
@@ -219,7 +219,7 @@ def read_shape(spec: str) -> dict[str, Any]:
     name = spec.removeprefix(PREFIX)
     if name in SHAPES:
         return dict(SHAPES[name])
-    path = Path(name).expanduser()
+    path = expand_home(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ModelNotFoundError(f"there is no shape {name!r}; accepted: {', '.join(SHAPES)}, or the path of a config.json")

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.expert_weights import join_experts, join_rows, transpose_experts
@@ -109,7 +110,7 @@ class StartRecord:
 def find_start_record(spec: str, settings: tuple[object, ...], cache_dir: Path) -> StartRecord | None:
     """Return the record of the GGUF file that `spec` names, with settings that change its content; None if it names no GGUF file."""
     with contextlib.suppress(Exception):  # whoever opens the file reports what is wrong with it
-        path = smollm2_gguf() if spec == "smollm2" else Path(spec).expanduser()
+        path = smollm2_gguf() if spec == "smollm2" else expand_home(spec)
         if not path.is_file() or path.suffix.lower() != ".gguf":
             return None
         file = gguf.read(path)

@@ -15,6 +15,7 @@ import jinja2
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.options import options_of
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.sampling_params import SamplingParams
@@ -121,7 +122,7 @@ def _read_template(value: Any) -> Any:
     if str(value) in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[str(value)]
     try:
-        text = str(value) if "{" in str(value) else Path(value).expanduser().read_text("utf-8-sig")
+        text = str(value) if "{" in str(value) else expand_home(value).read_text("utf-8-sig")
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
         return text
     except jinja2.TemplateSyntaxError as error:

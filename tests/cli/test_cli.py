@@ -400,7 +400,7 @@ def test_what_is_no_form_is_told(
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["serve"], ["beam", "x"]])
-@pytest.mark.parametrize("model", ["./nosuch", "none.gguf", "random:none", __file__, "a b"])
+@pytest.mark.parametrize("model", ["./nosuch", "none.gguf", "~nosuch/none.gguf", "random:none", __file__, "a b"])
 def test_a_wrong_model_is_one_line_before_anything_is_imported(command: list[str], model: str) -> None:
     code = (
         "import sys, ngramspec.cli.main as cli\nsys.argv[0] = 'ngramspec'\ntry: cli.main()\n"

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from ngramspec.datastore import archives, corpus, file_filters
+from ngramspec.datastore import archives, cache_dir, corpus, file_filters
 from ngramspec.datastore.corpus import CorpusError, CorpusOptions, Skipped
 from ngramspec.datastore.tokens import Encoder, compute_fingerprint
 
@@ -543,3 +543,17 @@ def test_the_fingerprint_is_that_of_the_tokenizer_alone() -> None:
     assert compute_fingerprint(backend) == before
     backend.add_tokens(["one more"])
     assert compute_fingerprint(backend) != before
+
+
+def test_homes_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_dir.expand_home("~nosuch/x") == Path("~nosuch/x")
+    for name in ("NGRAMSPEC_CACHE", "XDG_CACHE_HOME", "HOME", "USERPROFILE", "HOMEPATH", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", _raise)
+    folder = cache_dir.cache_dir()
+    with pytest.raises(OSError, match=r"."):
+        folder.mkdir(parents=True)
+
+
+def _raise() -> Path:
+    raise RuntimeError("Could not determine home directory.")

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.server.error_responses import ApiError
 
 MAX_FILES = 1000  # of a tenant
@@ -30,7 +31,7 @@ class SavedSlots:
 
     def __init__(self, folder: Path, model: str, *, n_slots: int, vocab_size: int, max_tokens: int) -> None:
         """Keep slots in this folder, which need not be there. `model`: whose tokens these are; `max_tokens`: most of a slot."""
-        self._folder, self._model, self._n_slots = folder.expanduser(), model, n_slots
+        self._folder, self._model, self._n_slots = expand_home(folder), model, n_slots
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
         self._tokens: dict[tuple[str, int], array[int]] = {}
 
