@@ -214,7 +214,8 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
     "llama": ("llama", _LLAMA, {}, True),
     "llama, biases, linear": (
         "llama",
-        _LLAMA | _QKV_BIAS | {"attn_output.bias": (HIDDEN,)},
+        _LLAMA | _QKV_BIAS
+        | {f"{name}.bias": (n,) for name, n in (("attn_output", HIDDEN), ("ffn_gate", INNER), ("ffn_up", INNER), ("ffn_down", HIDDEN))},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
         False,
     ),
