@@ -33,8 +33,9 @@ from ngramspec.backends.cpu.codegen.simd import (
     to_kv_dtype,
 )
 from ngramspec.backends.cpu.formats import WIDTH
+from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
-from ngramspec.datastore.compiled_calls import find_address
+from ngramspec.datastore.compiled_calls import call_compiled, find_address
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Batch
@@ -188,19 +189,22 @@ def n_splits(n_items, n_rows, n_kv, group, n_threads):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def attend_piece(work, by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, sinks):
-    """Compute piece `work` of the items · n_kv · rows · heads pieces of a layer's attention: some rows of an item by some heads of a group.
+def attend_piece(piece, splits, q, kv, out, rows, of_layer):
+    """Compute one of the items · n_kv · rows · heads pieces of a layer's attention: some rows of an item by some heads of a group.
 
-    The other arguments are those of `_attend`.
+    `splits`: see `n_splits`. `kv`: keys and values of the layer's pool. `rows`: items, tables, positions, bases and paths of a `Batch`.
+    `of_layer`: scale, window, softcap, and logits [H] of attention that goes to no key, or [0] for none.
     """
+    (by_rows, by_heads), (keys, values), (scale, window, softcap, sinks) = splits, kv, of_layer
+    items, tables, positions, bases, paths = rows
     n_dim, n_kv, n_value = q.shape[2], keys.shape[1], values.shape[3]
     group = q.shape[1] // n_kv
     part, per_item = group // by_heads, n_kv * by_rows * by_heads
     flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
-    item = work // per_item
-    h = (work % per_item) // (by_rows * by_heads)
-    head0 = h * group + (work % by_heads) * part
-    some = work // by_heads % by_rows
+    item = piece // per_item
+    h = (piece % per_item) // (by_rows * by_heads)
+    head0 = h * group + (piece % by_heads) * part
+    some = piece // by_heads % by_rows
     first, n_rows = np.int64(items[item, 0]), np.int64(items[item, 1]) - np.int64(items[item, 0])
     row0, row1 = first + n_rows * some // by_rows, first + n_rows * (some + 1) // by_rows
     if row0 == row1:
@@ -281,22 +285,30 @@ def find_attention(kv_dtype: str | np.dtype, out: np.ndarray | None = None) -> i
     """
     heads, line, table = np.empty((0, 0, 0), np.float32), np.empty(0, np.int32), np.empty((0, 0), np.int32)
     keys, zero = np.empty((0, 0, 0, 0), kv_dtype), np.float32(0)
-    more = table, table, line, line, table, zero, 0, zero, np.empty(0, np.float32)
-    return find_address(attend_piece, 0, 0, 0, heads, keys, keys, heads if out is None else out, *more)
+    rows, of_layer = (table, table, line, line, table), (zero, 0, zero, np.empty(0, np.float32))
+    return find_address(attend_piece, 0, (0, 0), heads, (keys, keys), heads if out is None else out, rows, of_layer)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def run_attention_part(state, part, n_threads, attend_address, q, kv, out, rows, of_layer):
+    """Run the part of a pass that computes a layer's attention, by the address of `attend_piece`, whose arguments the others are."""
+    items, n_kv = rows[0].shape[0], kv[0].shape[1]
+    splits = n_splits(items, rows[2].shape[0], n_kv, q.shape[1] // n_kv, n_threads)
+    n_pieces = items * n_kv * splits[0] * splits[1]
+    piece = take_piece(state, part)
+    while piece < n_pieces:
+        call_compiled(attend_address, (piece, splits, q, kv, out, rows, of_layer))
+        piece = take_next_piece(state, part)
+    wait_for_pieces(state, part, n_pieces)
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _attend(q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, sinks, n_threads):
-    """Compute attention of q [T, H, D] over one layer's pool into out [T, H, D]. The rows' own keys and values must have been written.
-
-    sinks [H]: logits of attention that goes to no key, or [0] for none.
-    """
-    n_kv = keys.shape[1]
-    by_rows, by_heads = n_splits(items.shape[0], q.shape[0], n_kv, q.shape[1] // n_kv, n_threads)
-    for i in prange(items.shape[0] * n_kv * by_rows * by_heads):
-        attend_piece(
-            np.int64(i), by_rows, by_heads, q, keys, values, out, items, tables, positions, bases, paths, scale, window, softcap, sinks
-        )
+def _attend(q, kv, out, rows, of_layer, n_threads):
+    """Compute attention of q [T, H, D] over one layer's pool into out [T, H, D]. The rows' own keys and values must have been written."""
+    n_items, n_kv = rows[0].shape[0], kv[0].shape[1]
+    splits = n_splits(n_items, q.shape[0], n_kv, q.shape[1] // n_kv, n_threads)
+    for i in prange(n_items * n_kv * splits[0] * splits[1]):
+        attend_piece(np.int64(i), splits, q, kv, out, rows, of_layer)
 
 
 def attend(
@@ -315,7 +327,7 @@ def attend(
     """Write the rows' keys and values to `pool` and return the attention output.
 
     q [T, H, D], k and v [T, Hk, D], float32 on the CPU; returns [T, H, D]. `window` and `softcap` of 0 mean none; sinks [H]: see
-    `_attend`.
+    `attend_piece`.
     """
     import torch
 
@@ -323,11 +335,9 @@ def attend(
     assert k.shape[1:] == (keys.shape[1], keys.shape[2]), (k.shape, keys.shape)
     _write_kv(k.contiguous().numpy(), v.contiguous().numpy(), keys, values, batch.blocks, batch.offsets)
     out = torch.empty(q.shape, dtype=torch.float32)
-    _attend(
-        q.contiguous().numpy(), keys, values, out.numpy(), batch.items, batch.tables, batch.positions, batch.bases, batch.paths,
-        _F(scale), int(window), _F(softcap), np.zeros(0, np.float32) if sinks is None else sinks.float().contiguous().numpy(),
-        get_num_threads(),
-    )  # fmt: skip
+    rows = batch.items, batch.tables, batch.positions, batch.bases, batch.paths
+    logits = np.zeros(0, np.float32) if sinks is None else sinks.float().contiguous().numpy()
+    _attend(q.contiguous().numpy(), (keys, values), out.numpy(), rows, (_F(scale), int(window), _F(softcap), logits), get_num_threads())
     return out
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ngramspec.backends.cpu.attention import n_splits
+from ngramspec.backends.cpu.attention import run_attention_part
 from ngramspec.backends.cpu.codegen.simd import to_kv_dtype
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.llama_layers import INTERLEAVED, SCALE, SOFTCAP, LatentOptions, LayerWeights, stack_norms
@@ -34,7 +34,6 @@ from ngramspec.backends.cpu.matmul import (
 from ngramspec.backends.cpu.norms import norm_row
 from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
-from ngramspec.datastore.compiled_calls import call_compiled
 
 RANK, PLAIN, TURNED, VALUE_DIM, QUERY_RANK = range(5)  # indices of the layers' options
 QUERIES, KEYS = range(2)  # indices of the matrices that are not among a layer's seven
@@ -182,14 +181,8 @@ def run_latent(part, layer, shared):
             part += 1
     heads = _locate_heads(queries, plain + options[TURNED], head_codes, head_scales)
     _run_head_products(state, part + 1, threads, more[KEYS], n_heads, tables, n_rows, heads, (q.ctypes.data, q.strides[1], q.strides[0]))
-    by_rows, by_heads = n_splits(p.items.shape[0], n_rows, np.int64(1), n_heads, threads)
-    n_pieces = p.items.shape[0] * by_rows * by_heads
-    i = take_piece(state, part + 2)
-    while i < n_pieces:
-        rows, of_layer = (p.items, p.tables, p.positions, p.bases, p.paths), (numbers[SCALE], windows[layer], numbers[SOFTCAP], no_sinks)
-        call_compiled(functions[ATTEND], (i, by_rows, by_heads, q, keys, values, latents, *rows, *of_layer))
-        i = take_next_piece(state, part + 2)
-    wait_for_pieces(state, part + 2, n_pieces)
+    rows, of_layer = (p.items, p.tables, p.positions, p.bases, p.paths), (numbers[SCALE], windows[layer], numbers[SOFTCAP], no_sinks)
+    run_attention_part(state, part + 2, threads, functions[ATTEND], q, (keys, values), latents, rows, of_layer)
     if quantise:
         i = take_piece(state, part + 3)
         while i < pieces:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.cpu import experts as moe
-from ngramspec.backends.cpu.attention import n_splits, rope_kv_row
+from ngramspec.backends.cpu.attention import rope_kv_row, run_attention_part
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
 from ngramspec.backends.cpu.llama_layers import (
@@ -289,13 +289,31 @@ def _run_last_parts(part, thread, shared):
         _run_head_part(state, part + 1, (thread, n_threads), head, weights.tables, numbers, n_wanted, inputs, results)
 
 
+@njit(cache=True, nogil=True, forceinline=True)
+def _run_norm_part(state, part, n_rows, i_post, i_norm, norms, buffers, numbers, functions):
+    """Add to the hidden states what the layer before, or attention, has made of them, and norm the result.
+
+    `i_post`: post-norm of what is added, or a negative number if nothing is; `i_norm`: see `_norm_and_quantise_row`. `norms`: norms and
+    post-norms; `buffers`: hidden states, what is added to them, normed states, their codes and activation scales.
+    """
+    pieces, (x, delta, normed, codes, act_scales) = min(n_rows, PIECES), buffers
+    i = take_piece(state, part)
+    while i < pieces:
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            if i_post >= 0:
+                add_row(x[r], delta[r], norms[1], i_post, numbers, x[r])
+            _norm_and_quantise_row(x[r], norms[0], i_norm, numbers[EPS], normed[r], functions, codes[r], act_scales[r])
+        i = take_next_piece(state, part)
+    wait_for_pieces(state, part, pieces)
+
+
 @njit(cache=True, nogil=True)
 def run_thread(thread, shared):
     """Run one thread's share of the pass that is open; no reference to its arrays is left afterwards."""
     model, p = shared.model, shared.current
     state, threads, first, last = p.state, p.tokens.shape[0], p.first, p.last
-    items, block_tables = p.items, p.tables
-    positions, bases, paths, blocks, offsets = p.positions, p.bases, p.paths, p.blocks, p.offsets
+    positions, blocks, offsets = p.positions, p.blocks, p.offsets
+    attended = p.items, p.tables, positions, p.bases, p.paths
     (
         matrices, tables, norms, head_norms, post_norms, _, windows, rotary, form, numbers, functions, cos, sin, scales, experts, sinks,
     ) = model.weights  # fmt: skip
@@ -310,6 +328,7 @@ def run_thread(thread, shared):
     wide_rows = locate_rows(normed, codes_wide, act_scales_wide)
     mixed_rows = locate_rows(mixed, codes_mixed, act_scales_mixed)
     middle_rows = locate_rows(middle, middle_codes, middle_act_scales)
+    norm_weights, residual = (norms, post_norms), (x, delta, normed, codes_wide, act_scales_wide)
     mlp_buffers = both, middle, middle_codes, middle_act_scales
     part = 0
     if p.embed:
@@ -322,14 +341,8 @@ def run_thread(thread, shared):
         m = matrices[7 * layer : 7 * layer + 7]
         three[1] = m[Q, PANELS] * WIDTH
         three[2] = three[1] + m[K, PANELS] * WIDTH
-        i = take_piece(state, part)
-        while i < pieces:
-            for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                if layer > first:
-                    add_row(x[r], delta[r], post_norms, 2 * layer - 1, numbers, x[r])
-                _norm_and_quantise_row(x[r], norms, 2 * layer, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
-            i = take_next_piece(state, part)
-        wait_for_pieces(state, part, pieces)
+        i_post = 2 * layer - 1 if layer > first else np.int64(-1)
+        _run_norm_part(state, part, n_rows, i_post, 2 * layer, norm_weights, residual, numbers, functions)
         mixes = m[OUT, PANELS] > 0
         if recurrent[layer] >= 0:
             call_compiled(functions[MIXER], (part + 1, layer, shared))
@@ -354,15 +367,8 @@ def run_thread(thread, shared):
                                 q[r, h, d] *= scales[at]
                 i = take_next_piece(state, part + 2)
             wait_for_pieces(state, part + 2, pieces)
-            by_rows, by_heads = n_splits(items.shape[0], n_rows, n_kv, n_heads // n_kv, threads)
-            n_pieces = items.shape[0] * n_kv * by_rows * by_heads
-            i = take_piece(state, part + 3)
-            while i < n_pieces:
-                rows = items, block_tables, positions, bases, paths
-                of_layer = numbers[SCALE], windows[layer], numbers[SOFTCAP], sinks[layer] if sinks.shape[0] else no_sinks
-                call_compiled(functions[ATTEND], (i, by_rows, by_heads, q, keys, values, heads, *rows, *of_layer))
-                i = take_next_piece(state, part + 3)
-            wait_for_pieces(state, part + 3, n_pieces)
+            of_layer = numbers[SCALE], windows[layer], numbers[SOFTCAP], sinks[layer] if sinks.shape[0] else no_sinks
+            run_attention_part(state, part + 3, threads, functions[ATTEND], q, (keys, values), heads, attended, of_layer)
         gates = functions[GATE_ROW] != 0
         if mixes and (quantise or gates):
             i = take_piece(state, part + 9)
@@ -377,14 +383,8 @@ def run_thread(thread, shared):
             run_product_part(state, part + 10, threads, m[OUT : OUT + 1], one, tables, n_rows, mixed_rows, delta)
         has_experts, has_mlp = experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0, m[DOWN, PANELS] > 0
         if mixes and (has_experts or has_mlp):
-            i = take_piece(state, part + 11)
-            while i < pieces:
-                for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
-                    add_row(x[r], delta[r], post_norms, 2 * layer, numbers, x[r])
-                    i_norm = np.int64(-1) if form[PARALLEL] else 2 * layer + 1
-                    _norm_and_quantise_row(x[r], norms, i_norm, eps, normed[r], functions, codes_wide[r], act_scales_wide[r])
-                i = take_next_piece(state, part + 11)
-            wait_for_pieces(state, part + 11, pieces)
+            i_norm = np.int64(-1) if form[PARALLEL] else 2 * layer + 1
+            _run_norm_part(state, part + 11, n_rows, 2 * layer, i_norm, norm_weights, residual, numbers, functions)
         if has_mlp:
             first_matrix = GATE if m[GATE, PANELS] else UP
             _run_mlp_part(state, part + 12, threads, m[first_matrix : UP + 1], tables, (quantise, activate), n_rows, wide_rows, mlp_buffers)

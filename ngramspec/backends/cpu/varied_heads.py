@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ngramspec.backends.cpu.attention import n_splits
+from ngramspec.backends.cpu.attention import run_attention_part
 from ngramspec.backends.cpu.codegen.simd import to_kv_dtype
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.llama_layers import EPS, SCALE, SOFTCAP, K, Q
@@ -17,7 +17,6 @@ from ngramspec.backends.cpu.matmul import PANELS, locate_rows
 from ngramspec.backends.cpu.norms import compute_norm_scale, norm_row
 from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
-from ngramspec.datastore.compiled_calls import call_compiled
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.numeric import fma
 
@@ -63,7 +62,7 @@ def run_varied_attention(part, layer, shared):
     normed, codes, act_scales, qkv = work.normed, work.codes, work.act_scales, work.qkv
     q = _view_heads(work.q, n_rows, n_dim)
     n_heads, eps = q.shape[1], numbers[EPS]
-    columns = np.zeros(3, np.int64)
+    columns, no_sinks = np.zeros(3, np.int64), np.empty(0, np.float32)
     columns[1] = matrices[7 * layer + Q, PANELS] * WIDTH
     columns[2] = columns[1] + matrices[7 * layer + K, PANELS] * WIDTH
     wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
@@ -89,15 +88,8 @@ def run_varied_attention(part, layer, shared):
                     keys[block, h, d, offset] = to_kv_dtype(keys, key[d])
         i = take_next_piece(state, part + 1)
     wait_for_pieces(state, part + 1, pieces)
-    by_rows, by_heads = n_splits(p.items.shape[0], n_rows, n_kv, n_heads // n_kv, n_threads)
-    n_pieces, no_sinks = p.items.shape[0] * n_kv * by_rows * by_heads, np.empty(0, np.float32)
-    i = take_piece(state, part + 2)
-    while i < n_pieces:
-        of_layer = numbers[SCALE], windows[layer], numbers[SOFTCAP], no_sinks
-        rows = p.items, p.tables, positions, p.bases, p.paths
-        call_compiled(functions[ATTEND], (i, by_rows, by_heads, q, keys, values, q, *rows, *of_layer))
-        i = take_next_piece(state, part + 2)
-    wait_for_pieces(state, part + 2, n_pieces)
+    rows, of_layer = (p.items, p.tables, positions, p.bases, p.paths), (numbers[SCALE], windows[layer], numbers[SOFTCAP], no_sinks)
+    run_attention_part(state, part + 2, n_threads, functions[ATTEND], q, (keys, values), q, rows, of_layer)
 
 
 @njit(cache=True, nogil=True)

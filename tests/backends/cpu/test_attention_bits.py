@@ -83,7 +83,6 @@ def test_bits_are_those_of_one_chain(n_kv: int, group: int, n_dim: int, dtype: t
         rows = batch.tables, batch.positions, batch.bases, batch.paths
         attend_slowly(q, pool.keys[0], pool.values[0], expected, owners, *rows, scale, window)
         for n_threads in (1, 2, 5):
-            attention._attend(
-                q, pool.keys[0], pool.values[0], got, batch.items, *rows, scale, window, np.float32(0), np.empty(0, np.float32), n_threads
-            )
+            kv, of_layer = (pool.keys[0], pool.values[0]), (scale, window, np.float32(0), np.empty(0, np.float32))
+            attention._attend(q, kv, got, (batch.items, *rows), of_layer, n_threads)
             np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
