@@ -24,7 +24,7 @@ def engine(real_model: Callable[[str], Path]) -> Iterator[Engine]:
 def test_a_function_ends(engine: Engine) -> None:
     """`<|endoftext|>` is none of the tokens that the file's metadata states as an end."""
     done = engine.complete("def fibonacci(n):\n", SamplingParams(max_tokens=160))
-    assert (len(done.token_ids), done.token_ids[-1], done.finish_reason) == (108, END_OF_TEXT, "stop")
+    assert (done.token_ids[-1], done.finish_reason) == (END_OF_TEXT, "stop")
     assert "<|endoftext|>" not in done.text
 
 
