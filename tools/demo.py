@@ -70,14 +70,14 @@ def main() -> int:
                 ids = list(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
             console.rule(title, align="left")
             view = screen.CompletionView(engine.tokenizer, ids, params, drafts=True, silent=False)
-            for delta in engine.stream(ids, params):
+            for delta in engine.stream(ids, params, prefix_cache=False):  # each side computes the prompt
                 view.add(delta)
                 if delta.completion is not None:
                     on = delta.completion
             view.finish(on)
             if not console.is_terminal and on.text[-1:] not in ("", "\n"):
                 console.print()  # a text that was cut ends within a line
-            off = engine.complete(ids, params, speculation=False)
+            off = engine.complete(ids, params, speculation=False, prefix_cache=False)
             same = off.token_ids == on.token_ids
             differing += not same
             total.add(on.stats)
