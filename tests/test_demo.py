@@ -34,12 +34,12 @@ class Engine:
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)
 
-    def stream(self, ids: list[int], params: Any) -> Iterator[Delta]:
+    def stream(self, ids: list[int], params: Any, prefix_cache: bool) -> Iterator[Delta]:
         self.done = self._done(ids, self._left.pop(0))
         (choice,) = self.done.choices
         yield Delta(0, choice.text, choice.token_ids, choice.draft_sources, completion=self.done)
 
-    def complete(self, ids: list[int], params: Any, speculation: bool) -> Completion:
+    def complete(self, ids: list[int], params: Any, speculation: bool, prefix_cache: bool) -> Completion:
         return self._done(ids, self.done.choices[0].text)
 
     def _done(self, ids: list[int], text: str) -> Completion:

@@ -6,7 +6,9 @@ or are refused; responses get a name, security headers and one line in the log. 
 
 from __future__ import annotations
 
+import asyncio
 import codecs
+import contextlib
 import logging
 import re
 import secrets
@@ -31,6 +33,7 @@ from ngramspec.tokenizer.encode import replace_lone_surrogates
 log = logging.getLogger(__name__)
 
 _UNREAD = 8  # times the limit: this much of a body that is too long is read and dropped, since most clients listen only after sending it
+LINGER_S = 3  # seconds that a connection which will be closed stays open for a client that still sends
 _CONTAINERS = 1 << 16  # lists and objects of a body; checking the 700,000 that fit into one would stall all requests for seconds
 _NAMED = 8  # fields that are unknown and that one header names
 _LOGGED = 1024  # unknown fields of a route that the log names, each once
@@ -97,7 +100,8 @@ class RequestMiddleware:
                 error_responses.note_refusal(scope, error)
                 if error.status != 429:  # which the admission queue has counted
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
-                await error.response(scope["path"])(scope, receive, answer)
+                send_refusal = error.response(scope["path"])
+                await (_close_late(send_refusal) if "Connection" in error.headers else send_refusal)(scope, receive, answer)
             else:
                 await self.app(inner, _replay(body, receive), answer)
         except ClientGone:
@@ -280,6 +284,26 @@ def parse_body(scope: Scope, body: bytes, limits: Limits) -> Any:
         if not level:
             return value
     raise ApiError(400, f"the JSON is nested deeper than {limits.depth} levels", code="invalid_json")
+
+
+def _close_late(response: ASGIApp) -> ASGIApp:
+    """Return `response` with its end held back while the client still sends, for `LINGER_S` at most; what comes is dropped.
+
+    Closing a connection with unread bytes resets it, and the client may lose the answer.
+    """
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_end(message: Message) -> None:
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        await response(scope, receive, send_without_end)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
+
+    return respond
 
 
 def _is_program(headers: Sequence[tuple[bytes, bytes]]) -> bool:

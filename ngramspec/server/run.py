@@ -42,6 +42,7 @@ from ngramspec.server import logs
 from ngramspec.server.app import create_app
 from ngramspec.server.auth import is_loopback, is_unix_socket
 from ngramspec.server.error_responses import ApiError, format_openai_error, retry_after
+from ngramspec.server.middleware import LINGER_S
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 
@@ -63,7 +64,7 @@ LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="co
 HALF_CLOSED_S = (0.01, 0.01, 0.2)
 """Seconds without an answer after which a client that has shut its side down is asked whether it is there; when that is looked at, and how
 often then."""
-LINGER_S = 3
+STOP_S = 3
 """Seconds that responses which are being written have when the server stops."""
 
 _ABSOLUTE_TARGET = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)  # its host and its path
@@ -364,7 +365,7 @@ def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=HEAD_BYTES,
-        timeout_graceful_shutdown=LINGER_S,
+        timeout_graceful_shutdown=STOP_S,
     )
 
 

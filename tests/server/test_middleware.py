@@ -80,6 +80,18 @@ def test_bodies_that_are_far_too_long_are_not_read(server: Server) -> None:
         assert raw(server, (head + more + "\r\n").encode()).startswith(b"HTTP/1.1 413 ")
 
 
+def test_who_sends_all_before_listening_is_answered(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for head in ("X-Long: " + "a" * (65 << 10), "Content-Encoding: gzip", "Expect: 100-continue", "X: y"):
+        body = b"x" * (40 * MIB)
+        lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", head, f"Content-Length: {len(body)}"]
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 415 ", b"HTTP/1.1 431 ")), head
+        assert b'"error"' in answer
+
+
 def test_headers(client: httpx.Client, server: Server) -> None:
     assert "65" in refused(client.get("/health", headers={"x-long": "a" * (64 << 10)}), 431)
     endless = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * (1 << 19))
@@ -174,13 +186,14 @@ def test_pages_of_listed_sites(make_server: Callable[..., Server]) -> None:
 def test_the_log_tells_what_happened_and_not_what_was_said(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ngramspec.access"):
         post(client, json.dumps({"prompt": "secret words", "max_tokens": 3, "ignore_eos": True}).encode(), **{"x-request-id": "r1"})
-        client.get("/v1/models/secret-path", headers={"authorization": "Bearer secret-key"})
+        client.get("/v1/models/secret-path", headers={"authorization": "Bearer secret-key", "x-request-id": "r2"})
+        client.get("/health")  # what is answered after the others is logged after them
     lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
-    first = lines[0]
-    assert {"id": "r1", "method": "POST", "route": "/v1/completions", "status": 200, "completion_tokens": 3}.items() <= first.items()
+    first, second = (next(line for line in lines if line.get("id") == name) for name in ("r1", "r2"))
+    assert {"method": "POST", "route": "/v1/completions", "status": 200, "completion_tokens": 3}.items() <= first.items()
     assert first["prompt_tokens"] == 12
     assert first["duration_ms"] >= first["ttft_ms"] >= 0
-    assert lines[1]["status"] == 404
+    assert second["status"] == 404
     assert "secret" not in json.dumps(lines)
     assert all("secret" not in record.getMessage() for record in caplog.records)
 
