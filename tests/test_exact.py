@@ -18,6 +18,7 @@ import torch
 
 from ngramspec.backends.base import has_recurrent_layers, kv_shapes
 from ngramspec.backends.cpu.kv_pool import KVPool
+from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine.llm_engine import Engine
@@ -164,7 +165,7 @@ def test_same_tokens_whatever_happens(pair: tuple[Engine, Engine, Oracle], param
 
 
 def bind(arch: str) -> CpuRunner:
-    return CpuRunner(tiny.tiny_model(arch), max_len=200, max_seqs=3, max_rows=64, kv_bytes=1 << 22, code=cache_dir() / "code")
+    return CpuRunner(tiny.tiny_model(arch), CpuOptions(max_len=200, max_seqs=3, max_rows=64, kv_bytes=1 << 22, code=cache_dir() / "code"))
 
 
 @pytest.mark.parametrize("arch", tiny.ARCHITECTURES)

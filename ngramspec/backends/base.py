@@ -12,7 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -32,6 +32,24 @@ log = logging.getLogger(__name__)
 
 SINGLES = 4  # last tokens of the self-test's prompt that are computed one by one, as its tree's nodes are: a pass each
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # row counts at which the cost of a pass is measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOptions:
+    """What a runner is made for, on every device."""
+
+    max_len: int
+    """Positions that a sequence may need: the tokens of its text, and room for drafts after them."""
+    longest: int | None = None
+    """Tokens of the longest text, if `max_len` has room for drafts, too."""
+    max_seqs: int
+    max_rows: int
+    kv_bytes: int | None
+    """Memory for the pool of keys, values and states. None on CUDA: what the largest pass leaves of the device's memory."""
+    max_blocks: int | None = None
+    """Upper bound of the pool."""
+    progress: Callable[[str], None] = lambda _: None
+    """Called with a line of text at each stage of loading."""
 
 
 class LinearPolicy(Protocol):

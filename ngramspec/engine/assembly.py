@@ -21,7 +21,7 @@ import numpy as np
 
 from ngramspec.backends.base import Runner
 from ngramspec.backends.cpu.cores import count_cores
-from ngramspec.backends.cpu.llama_runner import LlamaRunner, count_packed_bytes
+from ngramspec.backends.cpu.llama_runner import CpuOptions, LlamaRunner, count_packed_bytes
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
@@ -254,9 +254,9 @@ def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]
 
         return open_model(str(kept.file.path)).model
 
-    options = _list_cpu_options(start, longest)
+    options = _make_cpu_options(start, longest)
     start.wait_for_code(*background_compiler.LOADING)
-    runner = LlamaRunner(weight_map, source, make_model=make_model, **options)
+    runner = LlamaRunner(weight_map, options, source, make_model)
     return runner, _ModelInfo(opened.name, opened.tokenizer, opened.eos_token_ids, trained, str(opened.config.get("model_type", "")))
 
 
@@ -297,26 +297,25 @@ def _make_runner(start: _Start, loaded: LoadedModel, longest: int) -> Runner:
         from ngramspec.models.parameters import make_params_source
 
         source = loaded.source if isinstance(loaded, OpenModel) else make_params_source(loaded.model)
-        plain = not device.exact
-        check_memory(count_packed_bytes(source, plain), "cpu", loaded.name)
-        options = _list_cpu_options(start, longest)
+        cpu_options = _make_cpu_options(start, longest)
+        check_memory(count_packed_bytes(source, cpu_options.plain), "cpu", loaded.name)
         start.wait_for_code(*background_compiler.LOADING)
-        return CpuRunner(loaded.model, source, plain=plain, longest=longest, **options)
-    from ngramspec.backends.cuda.cuda_runner import CudaRunner  # imports Triton
+        return CpuRunner(loaded.model, cpu_options, source)
+    from ngramspec.backends.cuda.cuda_runner import CudaOptions, CudaRunner  # imports Triton
 
-    return CudaRunner(
-        loaded.model,
+    options = CudaOptions(
         max_len=_add_draft_room(longest, config),
+        longest=longest,
         max_seqs=config.max_seqs,
         max_rows=device.max_rows,
         kv_bytes=config.kv_memory,
         max_depth=config.spec_length + 1,
         memory_utilization=config.gpu_memory_utilization,
-        longest=longest,
         exact=device.exact,
         graphs=config.graphs,
         progress=start.progress,
     )
+    return CudaRunner(loaded.model, options)
 
 
 def _add_draft_room(longest: int, config: EngineConfig) -> int:
@@ -324,21 +323,23 @@ def _add_draft_room(longest: int, config: EngineConfig) -> int:
     return longest + config.spec_rows + 1
 
 
-def _list_cpu_options(start: _Start, longest: int) -> dict[str, Any]:
-    """Return the options that both runners on the CPU take."""
+def _make_cpu_options(start: _Start, longest: int) -> CpuOptions:
+    """Return the options of a runner on the CPU, for texts of up to `longest` tokens."""
     config = start.config
-    return {
-        "max_len": _add_draft_room(longest, config),
-        "max_seqs": config.max_seqs,
-        "max_rows": start.device.max_rows,
-        "kv_bytes": config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
-        "precision": start.device.precision,
-        "kv_dtype": config.kv_dtype,
-        "code": cache_dir() / "code",
-        "progress": start.progress,
-        "wait_for_code": partial(start.wait_for_code, *background_compiler.PLAIN),
-        "with_head": config.speculation and config.mtp,
-    }
+    return CpuOptions(
+        max_len=_add_draft_room(longest, config),
+        longest=longest,
+        max_seqs=config.max_seqs,
+        max_rows=start.device.max_rows,
+        kv_bytes=config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
+        precision=start.device.precision,
+        kv_dtype=config.kv_dtype,
+        plain=not start.device.exact,
+        code=cache_dir() / "code",
+        progress=start.progress,
+        wait_for_code=partial(start.wait_for_code, *background_compiler.PLAIN),
+        with_head=config.speculation and config.mtp,
+    )
 
 
 def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | None:

@@ -14,6 +14,7 @@ import tiny_architectures
 import torch
 
 from ngramspec import Engine, SamplingParams
+from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import UnsupportedModelError
@@ -54,7 +55,7 @@ def test_logits_are_llama_cpps(case: str, tmp_path: Path) -> None:
 def test_passes_compute_llama_cpps_logits(case: str, tmp_path: Path) -> None:
     opened = open_model(str(tiny_architectures.write(tmp_path / "model.gguf", case)), cache_dir=tmp_path / "cache")
     size: dict[str, int] = {"max_len": 64, "max_seqs": 3, "max_rows": 64, "kv_bytes": 1 << 22}
-    runner = CpuRunner(opened.model, opened.source, code=cache_dir() / "code", **size)
+    runner = CpuRunner(opened.model, CpuOptions(code=cache_dir() / "code", **size), opened.source)
     assert (runner.decoder is None) == (case in BY_MODULES)
     assert (runner.precision, runner.exactness) == ("int8" if case.endswith(QUANTISED) else "float32", "bitwise")
     assert runner.pool.reserve(0, 64)
@@ -84,7 +85,9 @@ def test_every_matrix_may_be_of_another_type(case: str, tmp_path: Path) -> None:
     found = []
     for store in (store_mixed, store_numbers):
         opened = open_model(str(tiny_architectures.write(tmp_path / f"{store.__name__}.gguf", case, store)), cache_dir=tmp_path / "cache")
-        runner = CpuRunner(opened.model, opened.source, code=cache_dir() / "code", precision="float32", kv_dtype="float32", **size)
+        runner = CpuRunner(
+            opened.model, CpuOptions(code=cache_dir() / "code", precision="float32", kv_dtype="float32", **size), opened.source
+        )
         assert runner.decoder is not None
         assert runner.pool.reserve(0, 64)
         found.append(runner.run([Span(0, np.array(RECORD["text"], np.int32), 0, logits=40)]).numpy())
@@ -239,7 +242,7 @@ def test_sizes_are_checked_before_a_model_is_made(tmp_path: Path, case: str, cha
 def test_what_transformers_cannot_compute_is_refused(tmp_path: Path) -> None:
     opened = open_model(str(write_changed(tmp_path / "model.gguf", "gemma4", attention__shared_kv_layers=2)), cache_dir=tmp_path / "cache")
     with pytest.raises(UnsupportedModelError, match="Gemma4ForCausalLM: transformers' own model cannot compute it"):
-        CpuRunner(opened.model, opened.source, code=cache_dir() / "code", max_len=64, max_seqs=1, max_rows=64, kv_bytes=1 << 22)
+        CpuRunner(opened.model, CpuOptions(code=cache_dir() / "code", max_len=64, max_seqs=1, max_rows=64, kv_bytes=1 << 22), opened.source)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,9 @@ def test_a_file_without_a_part_of_its_experts_is_refused_by_name(tmp_path: Path,
 
     def load() -> CpuRunner:
         opened = open_model(str(path), cache_dir=tmp_path / "cache")
-        return CpuRunner(opened.model, opened.source, code=cache_dir() / "code", max_len=64, max_seqs=1, max_rows=64, kv_bytes=1 << 22)
+        return CpuRunner(
+            opened.model, CpuOptions(code=cache_dir() / "code", max_len=64, max_seqs=1, max_rows=64, kv_bytes=1 << 22), opened.source
+        )
 
     with pytest.raises(UnsupportedModelError, match=told):
         load()

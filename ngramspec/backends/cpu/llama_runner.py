@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numba
 import numpy as np
 
-from ngramspec.backends.base import Kept, Runner
+from ngramspec.backends.base import Kept, Runner, RunnerOptions
 from ngramspec.backends.cpu.formats import QuantFormat
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
@@ -42,6 +42,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SNAPSHOTS = 1024  # Most snapshots of recurrent states that the prefix cache keeps.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]  # workqueue takes 100 µs to start a second thread, omp 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuOptions(RunnerOptions):
+    """What a runner on the CPU is made for."""
+
+    kv_bytes: int
+    precision: str = "auto"
+    """How products are computed: "int8" for 8-bit activations with weights in quant blocks, "float32", or "auto" for the first if there
+    are such weights."""
+    kv_dtype: str = "auto"
+    """How keys and values are kept: "float32", "float16", or "auto" for float16 with int8."""
+    plain: bool = False
+    """Whether weights are packed as float32, which a start that only reads a file never does."""
+    code: Path | None = None
+    """Folder that caches compiled code."""
+    wait_for_code: Callable[[], object] = lambda: None
+    """Called before the first pass."""
+    with_head: bool = False
+    """Use the model's own head that predicts further tokens, if it has one."""
 
 
 class HostOutput:
@@ -115,9 +135,8 @@ def resolve_precision(precision: str, kv_dtype: str, quantised: bool) -> tuple[s
 
 
 def make_pool(
-    shapes: list[tuple[int, int]], kv_dtype: str, kv_bytes: int, max_seqs: int, max_len: int, max_blocks: int | None,
-    state_shape: StateShape | None = None, value_dim: int = 0,
-) -> KVPool:  # fmt: skip
+    shapes: list[tuple[int, int]], kv_dtype: str, options: CpuOptions, state_shape: StateShape | None = None, value_dim: int = 0
+) -> KVPool:
     """Make the largest pool that `kv_bytes` allow and the sequences need. Raises OutOfMemoryError if not even one text fits.
 
     `value_dim`: see `KVPool`; such a model has no recurrent layers.
@@ -126,7 +145,7 @@ def make_pool(
     SNAPSHOTS snapshots. Where these do not fit, fewer sequences run at a time.
     """
     dtype: type[np.generic] = np.uint16 if kv_dtype == "float16" else np.float32
-    n_snapshots = 0
+    max_len, max_seqs, kv_bytes, n_snapshots = options.max_len, options.max_seqs, options.kv_bytes, 0
     if state_shape is not None:
         size = state_shape.state_bytes
         n_snapshots = max(1, min(SNAPSHOTS, kv_bytes // (8 * size)))
@@ -137,7 +156,7 @@ def make_pool(
             max_seqs = most
         kv_bytes -= size * (2 * max_seqs + n_snapshots)
     block_bytes = KVPool.block_bytes(shapes, dtype, value_dim)
-    n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
+    n_blocks = min(kv_bytes // block_bytes, max_seqs * -(-max_len // BLOCK), options.max_blocks or sys.maxsize)
     if n_blocks * BLOCK < min(max_len, 2 * BLOCK):
         raise OutOfMemoryError(f"kv_memory of {kv_bytes} bytes holds {n_blocks * BLOCK} tokens; one block of {BLOCK} takes {block_bytes}")
     if state_shape is not None:
@@ -164,48 +183,31 @@ class LlamaRunner(Runner):
     _native: NativeLlamaForward | None = None
 
     def __init__(
-        self,
-        weight_map: WeightMap,
-        source: TensorSource,
-        *,
-        max_len: int,
-        max_seqs: int,
-        max_rows: int,
-        kv_bytes: int,
-        precision: str = "auto",
-        kv_dtype: str = "auto",
-        code: Path | None = None,
-        make_model: Callable[[], PreTrainedModel] | None = None,
-        progress: Callable[[str], None] = lambda _: None,
-        wait_for_code: Callable[[], object] = lambda: None,
-        with_head: bool = False,
+        self, weight_map: WeightMap, options: CpuOptions, source: TensorSource, make_model: Callable[[], PreTrainedModel] | None = None
     ) -> None:
         """Build a decoder that an earlier start compared with transformers, by this version on this machine.
 
-        `kv_bytes`: memory for the pool. `precision`: "int8" for 8-bit activations with weights in quant blocks, "float32", or "auto" for
-        the first if there are such weights. `kv_dtype`: "float32", "float16", or "auto" for float16 with int8. `code`: folder that caches
-        compiled code. `make_model`: returns transformers' model, without weights. `wait_for_code` is called before the first pass.
-        `with_head`: use the model's own head that predicts further tokens, if it has one.
+        `make_model`: returns transformers' model, without weights.
 
         Raises OutOfMemoryError, UnsupportedModelError, ModelNotFoundError if a file has changed.
         """
-        self.max_rows, self._keep_states, self._make_model = max_rows, False, make_model
-        self.precision, self.kv_dtype = resolve_precision(precision, kv_dtype, is_quantised(source))
+        self.max_rows, self._keep_states, self._make_model = options.max_rows, False, make_model
+        self.precision, self.kv_dtype = resolve_precision(options.precision, options.kv_dtype, is_quantised(source))
         self.weight_map, self.shapes = weight_map, weight_map.kv_shapes()
-        progress("packing weights")
+        options.progress("packing weights")
         try:
-            self.decoder = weight_map.build(source, MatmulContext(self.precision == "int8", folder=code))
+            self.decoder = weight_map.build(source, MatmulContext(self.precision == "int8", folder=options.code))
         except MemoryError as e:
             raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
         self.vocab_size = self.decoder.vocab_size
         self.policies = collect_policies(self.decoder.matrices)
         self.has_experts = weight_map.has_experts
-        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, None, weight_map.state_shape, weight_map.value_dim)
+        self.pool = make_pool(self.shapes, self.kv_dtype, options, weight_map.state_shape, weight_map.value_dim)
         self.note_states()
-        wait_for_code()
+        options.wait_for_code()
         self.prove()
-        if with_head:
-            self.add_head(source, max_len)
+        if options.with_head:
+            self.add_head(source, options.max_len)
 
     def add_head(self, source: TensorSource, max_len: int) -> None:
         """Build the model's own head that predicts further tokens, if there is one that fits. Raises OutOfMemoryError."""

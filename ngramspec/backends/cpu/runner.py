@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -25,7 +24,15 @@ from ngramspec.backends.base import CPU_RECURRENT_MODULES, Runner, check_support
 from ngramspec.backends.cpu import attention, fused_ops
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
-from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, collect_policies, is_quantised, make_pool, resolve_precision
+from ngramspec.backends.cpu.llama_runner import (
+    CpuOptions,
+    HostOutput,
+    LlamaRunner,
+    collect_policies,
+    is_quantised,
+    make_pool,
+    resolve_precision,
+)
 from ngramspec.backends.cpu.matmul import MatmulContext
 from ngramspec.backends.cpu.module_patch import ModulePatcher
 from ngramspec.backends.cpu.weight_map_reader import read_weight_map
@@ -64,54 +71,34 @@ MATES = 3  # Rows of another sequence placed before the compared ones, so that a
 
 
 class CpuRunner(LlamaRunner):
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        source: TensorSource | None = None,
-        *,
-        max_len: int,
-        max_seqs: int,
-        max_rows: int,
-        kv_bytes: int,
-        longest: int | None = None,
-        max_blocks: int | None = None,
-        precision: str = "auto",
-        kv_dtype: str = "auto",
-        plain: bool = False,
-        code: Path | None = None,
-        progress: Callable[[str], None] = lambda _: None,
-        wait_for_code: Callable[[], object] = lambda: None,
-        with_head: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, options: CpuOptions, source: TensorSource | None = None) -> None:
         """Bind a model and compare it with transformers.
 
-        `source`: weights of a model on the "meta" device; None: the model has them. `plain`: weights as float32. `longest`: tokens of
-        the longest text, if `max_len` has room for drafts, too. `max_blocks`: upper bound of the pool. The other arguments are those of
-        `LlamaRunner`.
+        `source`: weights of a model on the "meta" device; None: the model has them.
 
         Raises UnsupportedModelError, OutOfMemoryError, ModelNotFoundError if a file has changed.
         """
         self._bound = model.eval()
-        self.max_rows = max_rows
+        self.max_rows = options.max_rows
         self._states: np.ndarray | None = None  # of the last pass, where they are kept
         self._keep_states = False
         self._hook: RemovableHandle | None = None
         check_supported(model, recurrent=CPU_RECURRENT_MODULES, latent=True)
         latent_weights.check_sizes(model)
-        suitable_lengths = fix_angles(model, longest or max_len)
+        suitable_lengths = fix_angles(model, options.longest or options.max_len)
         in_memory = not any(p.is_meta for p in model.parameters())
         source = add_gates(latent_weights.add_heads(source or make_params_source(model), model), model)
         if in_memory and {p.dtype for p in model.parameters()} != {torch.float32}:
             found = sorted(str(p.dtype) for p in model.parameters())[0]
             raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")
-        self.precision, self.kv_dtype = resolve_precision(precision, kv_dtype, is_quantised(source) and not plain)
+        self.precision, self.kv_dtype = resolve_precision(options.precision, options.kv_dtype, is_quantised(source) and not options.plain)
         in_memory = in_memory and not is_quantised(source)  # else its weights are not those that will be multiplied
-        self._context = MatmulContext(self.precision == "int8", folder=code)
+        self._context = MatmulContext(self.precision == "int8", folder=options.code)
         self.decoder, self.weight_map = None, None
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        kinds, texts = kinds_of_layers(model), texts_to_compare(model, max_len)
+        kinds, texts = kinds_of_layers(model), texts_to_compare(model, options.max_len)
         expected = [self._trace_reference(text, kinds) for text in texts] if in_memory else []
-        binder = ModulePatcher(model, source, self._context, plain, progress)
+        binder = ModulePatcher(model, source, self._context, options.plain, options.progress)
         with torch.inference_mode():
             try:
                 binder.bind()
@@ -141,22 +128,22 @@ class CpuRunner(LlamaRunner):
         self._kv_layers = find_key_layers(model)
         if not has_recurrent_layers(model):
             self.shapes = [shape for i, shape in enumerate(self.shapes) if self._kv_layers.index(self._kv_layers[i]) == i]
-        self.pool = make_pool(self.shapes, self.kv_dtype, kv_bytes, max_seqs, max_len, max_blocks, state_shape, value_dim)
+        self.pool = make_pool(self.shapes, self.kv_dtype, options, state_shape, value_dim)
         self.note_states()
-        progress("checking against transformers, and exactness (the first start compiles its kernels)")
+        options.progress("checking against transformers, and exactness (the first start compiles its kernels)")
         with torch.inference_mode():
             self._build_decoder(source, binder)
             if not in_memory:
                 small = Reference(model, source, self.kv_dtype)
                 for layer in kinds:
                     expected += zip(texts, small.trace(layer, texts, gives_tuple=expected[0][1].gives_tuple), strict=True)
-            wait_for_code()
+            options.wait_for_code()
             self._check(expected, source)
             self._context.switch(self.precision == "int8")
             self._build_decoder(source, binder)
         self.prove()
-        if with_head:
-            self.add_head(source, max_len)
+        if options.with_head:
+            self.add_head(source, options.max_len)
 
     @property
     def model(self) -> PreTrainedModel:  # type: ignore[override]

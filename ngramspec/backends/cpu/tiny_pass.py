@@ -17,7 +17,7 @@ from ngramspec.backends.cpu.formats import QUANTISED, get_format
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions, OutsideWeights
-from ngramspec.backends.cpu.llama_runner import make_pool
+from ngramspec.backends.cpu.llama_runner import CpuOptions, make_pool
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, choose_codes, unpack_rows
 from ngramspec.backends.cpu.native_forward import NativeLlamaForward
 from ngramspec.backends.cpu.row_loops import activate_rows, norm_rows
@@ -91,7 +91,7 @@ def make_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVP
         options=ModelOptions(n_heads=1, head_dim=_SIZE, eps=1e-5, scale=1.0), angles=make_angles,
         query_scales=lambda _first, _n: np.empty(0, np.float32),
     )  # fmt: skip
-    pool = make_pool([(1, _SIZE)], kv_dtype, 1 << 20, 1, 2 * BLOCK, None)
+    pool = make_pool([(1, _SIZE)], kv_dtype, CpuOptions(max_len=2 * BLOCK, max_seqs=1, max_rows=2, kv_bytes=1 << 20))
     pool.reserve(0, 4)
     forward = NativeLlamaForward(decoder, pool, ROWS_PER_ITEM)
     forward.reserve(1, 1)

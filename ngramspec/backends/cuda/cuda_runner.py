@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ngramspec.backends.base import Runner, chain, check_supported, has_recurrent_layers, is_out_of_memory
+from ngramspec.backends.base import Runner, RunnerOptions, chain, check_supported, has_recurrent_layers, is_out_of_memory
 from ngramspec.backends.cuda import gpu_sampler, kv_move
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.cuda_output import CudaOutput, PassResults, PassTimer
@@ -59,6 +59,19 @@ MARGIN = 256 << 20  # Bytes left free beyond what passes were measured to take: 
 PROGRAMS_PER_PROCESSOR = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class CudaOptions(RunnerOptions):
+    """What a runner on a CUDA device is made for."""
+
+    max_depth: int
+    """Level of the deepest draft node."""
+    memory_utilization: float = 0.9
+    """Share of the device's memory that may be used, if `kv_bytes` is None."""
+    exact: bool = True
+    """False: use the vendor's linear products."""
+    graphs: bool = True
+
+
 class CudaRunner(Runner):
     pool: CudaPool
     asynchronous = True
@@ -67,40 +80,18 @@ class CudaRunner(Runner):
     cost_rows: tuple[int, ...] = (*ROWS, 257, 512)
     """Larger passes are not captured: the host launches every kernel."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        max_len: int,
-        max_seqs: int,
-        max_rows: int,
-        kv_bytes: int | None,
-        max_depth: int,
-        memory_utilization: float = 0.9,
-        exact: bool = True,
-        graphs: bool = True,
-        longest: int | None = None,
-        max_blocks: int | None = None,
-        progress: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        """Bind a loaded model to the device.
-
-        `kv_bytes`: memory for keys and values; None: what the largest pass leaves of `memory_utilization` of the device's memory.
-        `longest`: tokens of the longest text, if `max_len` has room for drafts, too. `max_blocks`: upper bound of the pool.
-        `max_depth`: deepest draft node. `exact` False: use the vendor's linear products.
-
-        Raises UnsupportedModelError, OutOfMemoryError, MissingPackageError.
-        """
-        self.model, self.max_rows, self.max_depth = model.eval(), max_rows, max_depth
+    def __init__(self, model: PreTrainedModel, options: CudaOptions) -> None:
+        """Bind a loaded model to the device. Raises UnsupportedModelError, OutOfMemoryError, MissingPackageError."""
+        self.model, self.max_rows, self.max_depth = model.eval(), options.max_rows, options.max_depth
         self._device, self._dtype = model.device, model.dtype
         self.precision = self.kv_dtype = self.dtype
-        self._exact = exact
+        self._exact = options.exact
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.limits = get_limits(self._device)
         self.timer = PassTimer(self._device)
         check_supported(model, RECURRENT_LAYERS)
-        fix_angles(model, longest or max_len)
+        fix_angles(model, options.longest or options.max_len)
         if len({p.device for p in model.parameters()}) > 1:
             raise UnsupportedModelError(f"{type(model).__name__} is spread over several devices; it has to fit on one")
         expected = compute_expected_logits(model)
@@ -115,23 +106,23 @@ class CudaRunner(Runner):
         self._checked_experts: set[object] = set()  # shapes [E, N, K] and formats
         self.has_experts = any(holds_experts(module) for module in model.modules())
         self._refused: set[tuple[int, int]] = set()  # shapes of weights for which our products do not run
-        progress("checking exactness (the first start compiles its kernels)")
+        options.progress("checking exactness (the first start compiles its kernels)")
         with torch.inference_mode():
-            bound = self._bind(max_len)
-            progress("making room for keys and values")
-            max_seqs = self._fit_states(bound, max_seqs, kv_bytes, memory_utilization)
-            n_trial = None if kv_bytes is not None else -(-max_rows // BLOCK) + max_seqs  # for the largest pass
-            self.pool = self._make_pool(max_len, max_seqs, kv_bytes, n_trial, max_blocks)
+            bound = self._bind(options.max_len)
+            options.progress("making room for keys and values")
+            max_seqs = self._fit_states(bound, options)
+            n_trial = None if options.kv_bytes is not None else -(-self.max_rows // BLOCK) + max_seqs  # for the largest pass
+            self.pool = self._make_pool(options, max_seqs, options.kv_bytes, n_trial)
             self._make_spaces(n_heads)
             self._graphs = Graphs(self._make_inputs, self._captured, None)
-            self._compare(bound, expected, max_len)
-            if kv_bytes is None:
+            self._compare(bound, expected, options.max_len)
+            if options.kv_bytes is None:
                 taken = self._largest_passes()
                 del self.pool, self._decoder.pool, self._graphs
-                free = free_bytes(self._device, memory_utilization) - taken - MARGIN
-                self.pool = self._decoder.pool = self._make_pool(max_len, max_seqs, free, None, max_blocks)
-            self._graphs = Graphs(self._make_inputs, self._captured, recorder(self._device) if graphs else None)
-            self._graphs.capture(decode_buckets(max_seqs, max_rows, self.rows_per_item), progress)
+                free = free_bytes(self._device, options.memory_utilization) - taken - MARGIN
+                self.pool = self._decoder.pool = self._make_pool(options, max_seqs, free, None)
+            self._graphs = Graphs(self._make_inputs, self._captured, recorder(self._device) if options.graphs else None)
+            self._graphs.capture(decode_buckets(max_seqs, self.max_rows, self.rows_per_item), options.progress)
         self.prove()
 
     @property
@@ -144,12 +135,13 @@ class CudaRunner(Runner):
 
     # ------------------------------------------------------------------ binding
 
-    def _make_pool(self, max_len: int, max_seqs: int, kv_bytes: int | None, n_blocks: int | None, max_blocks: int | None) -> CudaPool:
+    def _make_pool(self, options: CudaOptions, max_seqs: int, kv_bytes: int | None, n_blocks: int | None) -> CudaPool:
         """Build a pool of `kv_bytes`, or of `n_blocks`, but no larger than all sequences can use."""
         block_bytes, shape = CudaPool.block_bytes(self.shapes, self._dtype), self._delta_shape
         if kv_bytes is not None and shape is not None:
             kv_bytes -= max_seqs * sequence_bytes(shape, self._dtype) + self._n_snapshots * snapshot_bytes(shape, self._dtype)
-        most = min(max_seqs * -(-max_len // BLOCK), max_blocks or sys.maxsize)
+        max_len = options.max_len
+        most = min(max_seqs * -(-max_len // BLOCK), options.max_blocks or sys.maxsize)
         if kv_bytes is not None:
             n_blocks = kv_bytes // block_bytes
             if min(n_blocks, most) * BLOCK < min(max_len, 2 * BLOCK):
@@ -162,17 +154,17 @@ class CudaRunner(Runner):
             return CudaPool(*sizes, dtype=self._dtype, device=self._device)
         return CudaRecurrentPool(*sizes, dtype=self._dtype, device=self._device, shape=shape, n_snapshots=self._n_snapshots)
 
-    def _fit_states(self, bound: CudaDecoder | None, max_seqs: int, kv_bytes: int | None, utilization: float) -> int:
+    def _fit_states(self, bound: CudaDecoder | None, options: CudaOptions) -> int:
         """Return how many sequences run at a time: fewer than `max_seqs` if states of recurrent layers do not fit in half of the memory."""
         self._delta_shape = shape = bound.delta_shape if bound else None
         self.is_recurrent = shape is not None
         if shape is None:
-            return max_seqs
+            return options.max_seqs
         self.max_nodes = MOST_NODES
         self.cost_rows = tuple(n for n in self.cost_rows if n <= MOST_NODES)
-        n_bytes = free_bytes(self._device, utilization) - MARGIN if kv_bytes is None else kv_bytes
-        n_seqs, self._n_snapshots = count_sequences(shape, self._dtype, n_bytes, max_seqs)
-        if n_seqs < max_seqs:
+        n_bytes = free_bytes(self._device, options.memory_utilization) - MARGIN if options.kv_bytes is None else options.kv_bytes
+        n_seqs, self._n_snapshots = count_sequences(shape, self._dtype, n_bytes, options.max_seqs)
+        if n_seqs < options.max_seqs:
             log.info(
                 "%d sequences at a time: states of recurrent layers take %d MiB each", n_seqs, sequence_bytes(shape, self._dtype) >> 20
             )

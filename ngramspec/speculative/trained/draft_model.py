@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ngramspec.backends.base import Runner
+from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.loader import eos_token_ids, load_model
@@ -101,19 +102,14 @@ def check_alike(target: Runner, model: PreTrainedModel, tokenizer: Any, name: st
 def _make_runner(model: PreTrainedModel, target: Runner, length: int) -> Runner:
     """Make a runner on the target's device, with its slots and room for as many tokens as memory allows, the target's at most."""
     pool = target.pool
-    max_len, max_seqs, max_rows = pool.max_blocks * BLOCK, len(pool.n_blocks_of), target.max_rows
+    room: dict[str, Any] = {
+        "max_len": pool.max_blocks * BLOCK,
+        "max_seqs": len(pool.n_blocks_of),
+        "max_rows": target.max_rows,
+        "max_blocks": pool.n_blocks,
+    }
     if isinstance(target, CpuRunner):
-        kv_bytes = (available_memory() or 4 << 30) // 4
-        return CpuRunner(model, max_len=max_len, max_seqs=max_seqs, max_rows=max_rows, kv_bytes=kv_bytes, max_blocks=pool.n_blocks)
-    from ngramspec.backends.cuda.cuda_runner import CudaRunner
+        return CpuRunner(model, CpuOptions(kv_bytes=(available_memory() or 4 << 30) // 4, **room))
+    from ngramspec.backends.cuda.cuda_runner import CudaOptions, CudaRunner
 
-    return CudaRunner(
-        model,
-        max_len=max_len,
-        max_seqs=max_seqs,
-        max_rows=max_rows,
-        kv_bytes=None,
-        max_depth=length,
-        memory_utilization=1.0,
-        max_blocks=pool.n_blocks,
-    )
+    return CudaRunner(model, CudaOptions(kv_bytes=None, max_depth=length, memory_utilization=1.0, **room))

@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as arrays
 
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu.experts_modules import find_router_options
+from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine.llm_engine import Engine
@@ -166,7 +167,7 @@ def test_text_is_that_of_transformers(family: str, folder: Callable[[str], Path]
 def test_experts_in_8_bit_blocks_have_the_same_bits_for_any_rows_and_threads(family: str, folder: Callable[[str], Path]) -> None:
     opened = open_model(str(folder(family)))
     source = to_q8_source(opened.source)
-    runner = CpuRunner(opened.model, source, **OPTIONS)
+    runner = CpuRunner(opened.model, CpuOptions(**OPTIONS), source)
     assert (runner.precision, runner.exactness) == ("int8", "bitwise")
     assert runner.decoder is not None
     router = runner.weight_map.layers[-1].experts.router[0]  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ import torch
 
 from ngramspec.backends.cpu import runner as runner_module
 from ngramspec.backends.cpu import weight_map as weight_map_module
+from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import UnsupportedModelError
@@ -258,7 +259,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def bind(path: Path, *, quantised: bool = False, **options: Any) -> CpuRunner:
     opened = open_model(str(path))
-    return CpuRunner(opened.model, to_q8_source(opened.source) if quantised else opened.source, **(OPTIONS | options))
+    return CpuRunner(opened.model, CpuOptions(**OPTIONS | options), to_q8_source(opened.source) if quantised else opened.source)
 
 
 def check(runner: CpuRunner, model: Any, near: float) -> None:
@@ -285,7 +286,7 @@ def test_logits_are_those_of_transformers(name: str, folder: Callable[[str], Pat
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
-    runner = CpuRunner(model_of(name), **OPTIONS)
+    runner = CpuRunner(model_of(name), CpuOptions(**OPTIONS))
     assert runner.decoder is not None
     runner.decoder = None
     check(runner, model_of(name), 1e-4)
@@ -333,7 +334,7 @@ def test_a_compiled_pass_that_is_wrong_in_a_late_kind_or_far_out_gives_way(
     name: str, spoil: Callable[[pytest.MonkeyPatch], None], in_memory: bool, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch)
-    runner = CpuRunner(model_of(name), **OPTIONS) if in_memory else bind(folder(name))
+    runner = CpuRunner(model_of(name), CpuOptions(**OPTIONS)) if in_memory else bind(folder(name))
     assert runner.decoder is runner.weight_map is None
     check(runner, model_of(name), 1e-4)
 

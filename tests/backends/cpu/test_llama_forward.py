@@ -20,7 +20,7 @@ from ngramspec.backends.cpu import weight_map as weight_map_module
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import ModelOptions
-from ngramspec.backends.cpu.llama_runner import HostOutput, LlamaRunner, count_packed_bytes, is_quantised
+from ngramspec.backends.cpu.llama_runner import CpuOptions, HostOutput, LlamaRunner, count_packed_bytes, is_quantised
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.weight_map import WeightMap
@@ -59,7 +59,7 @@ def bind(files: Callable[[str, str], Path]) -> Bind:
 
     def made(family: str, kind: str = "Q4_K", **options: Any) -> CpuRunner:
         opened = open_model(str(files(family, kind)))
-        return CpuRunner(opened.model, opened.source, **(OPTIONS | options))
+        return CpuRunner(opened.model, CpuOptions(**OPTIONS | options), opened.source)
 
     return made
 
@@ -119,7 +119,7 @@ def test_logits_are_those_of_transformers(bind: Bind, expected: Callable[..., An
 @pytest.mark.parametrize("arch", LLAMA_KIND)
 def test_models_in_memory(arch: str) -> None:
     """Windows among them: 8 keys that a query of Mistral sees."""
-    runner = CpuRunner(tiny.tiny_model(arch), **OPTIONS)
+    runner = CpuRunner(tiny.tiny_model(arch), CpuOptions(**OPTIONS))
     assert runner.decoder is not None
     assert (runner.precision, runner.kv_dtype, runner.exactness) == ("float32", "float32", "bitwise")
     assert {layer.window for layer in runner.decoder.layers} == {tiny.WINDOW if arch == "mistral" else 0}
@@ -264,7 +264,7 @@ def test_a_pass_that_computes_something_else_gives_way_to_modules(
         assert runner.decoder is runner.weight_map is None
         assert runner.exactness == "bitwise"
     assert distance(logits_of(bind("llama", "Q8_0", precision="float32")), expected("llama", "Q8_0").logits[0]) < 3e-6
-    assert CpuRunner(tiny.tiny_model("llama"), **OPTIONS).decoder is None
+    assert CpuRunner(tiny.tiny_model("llama"), CpuOptions(**OPTIONS)).decoder is None
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
@@ -273,7 +273,7 @@ def test_a_model_that_computes_something_else_is_refused(bind: Bind, monkeypatch
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM: logits differ from transformers' own by"):
         bind("llama", "Q8_0", precision=precision)
     with pytest.raises(UnsupportedModelError, match="logits differ"):
-        CpuRunner(tiny.tiny_model("llama"), **OPTIONS)
+        CpuRunner(tiny.tiny_model("llama"), CpuOptions(**OPTIONS))
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
@@ -285,7 +285,7 @@ def test_a_recipe_makes_the_same_pass(bind: Bind, files: Callable[[str, str], Pa
     again = WeightMap.from_json(json.loads(json.dumps(first.weight_map.to_json())))
     assert again == first.weight_map
     source = open_model(str(files(family, "Q4_K"))).source
-    second = LlamaRunner(again, source, **OPTIONS, precision=precision)
+    second = LlamaRunner(again, CpuOptions(**OPTIONS, precision=precision), source)
     assert (second.precision, second.kv_dtype, second.vocab_size) == (precision, first.kv_dtype, tiny_gguf.VOCAB)
     if family != "phi3":  # parts of fused matrices have shapes of their own
         assert {shape: str(policy) for shape, policy in second.policies.items()}.items() <= {
@@ -312,12 +312,12 @@ def test_precisions_that_do_not_fit_the_weights(bind: Bind, files: Callable[[str
     with pytest.raises(UnsupportedModelError, match=refused):
         bind("llama", "Q4_K", precision="int8", plain=True)
     with pytest.raises(UnsupportedModelError, match=refused):
-        CpuRunner(tiny.tiny_model("llama"), **OPTIONS, precision="int8")
+        CpuRunner(tiny.tiny_model("llama"), CpuOptions(**OPTIONS, precision="int8"))
     with pytest.raises(UnsupportedModelError, match=r"weights must be float32 on the CPU, got torch\.bfloat16"):
-        CpuRunner(tiny.tiny_model("llama").bfloat16(), **OPTIONS)
+        CpuRunner(tiny.tiny_model("llama").bfloat16(), CpuOptions(**OPTIONS))
     opened = open_model(str(files("qwen3", "F16")))
     assert not is_quantised(opened.source)
-    runner = CpuRunner(opened.model, to_q8_source(opened.source), **OPTIONS)
+    runner = CpuRunner(opened.model, CpuOptions(**OPTIONS), to_q8_source(opened.source))
     assert (runner.precision, {str(policy) for policy in runner.policies.values()}) == ("int8", {"blocks of 8 bits"})
 
 
@@ -346,7 +346,7 @@ def test_float32_numbers_that_are_bfloat16_are_kept_so() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
-    runner = CpuRunner(model, **OPTIONS | {"code": None})  # kernels that are not kept
+    runner = CpuRunner(model, CpuOptions(**OPTIONS | {"code": None}))  # kernels that are not kept
     assert {str(policy) for policy in runner.policies.values()} == {"BF16"}
 
 

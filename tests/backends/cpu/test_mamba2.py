@@ -15,6 +15,7 @@ from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_o
 from transformers import PreTrainedModel
 
 from ngramspec.backends.cpu.llama_layers import ShortConvOptions
+from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.errors import UnsupportedModelError
@@ -87,7 +88,7 @@ def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature:
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     """It is read from a cache, and a pass reads addresses unchecked."""
     model = tiny.tiny_model("granitemoehybrid")
-    found = CpuRunner(model, max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22).weight_map
+    found = CpuRunner(model, CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
     assert found is not None
     source = make_params_source(tiny.tiny_model("granitemoehybrid"))
     again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
@@ -107,7 +108,9 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
 
 def test_a_config_without_bounds_of_dt_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="time_step_limit is null"):
-        CpuRunner(tiny.tiny_model("granitemoehybrid", time_step_limit=None), max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)
+        CpuRunner(
+            tiny.tiny_model("granitemoehybrid", time_step_limit=None), CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)
+        )
 
 
 def test_states_of_many_prompts_are_kept() -> None:

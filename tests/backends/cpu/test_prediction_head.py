@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ngramspec.backends.base import HeadRows
-from ngramspec.backends.cpu.llama_runner import LlamaRunner
+from ngramspec.backends.cpu.llama_runner import CpuOptions, LlamaRunner
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.models.loader import load_model, open_model
@@ -29,7 +29,7 @@ KINDS = {"dense": (tiny_mtp.HYBRID, {}), "experts": ("qwen3_5_moe_text", LAYERS 
 
 def open_runner(path: Path) -> LlamaRunner:
     opened = open_model(str(path), cache_dir=path.parent / "cache")
-    return CpuRunner(opened.model, opened.source, with_head=True, **SIZES)
+    return CpuRunner(opened.model, CpuOptions(with_head=True, **SIZES), opened.source)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ import tiny
 import torch
 from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_own_text_is_kept, check_states_are_kept
 
+from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.models.parameters import make_params_source
@@ -38,7 +39,7 @@ def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature:
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     """It is read from a cache, and a pass reads addresses unchecked."""
     model = tiny.tiny_model("lfm2")
-    found = CpuRunner(model, max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22).weight_map
+    found = CpuRunner(model, CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
     assert found is not None
     source = make_params_source(tiny.tiny_model("lfm2"))
     again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))

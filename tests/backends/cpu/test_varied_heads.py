@@ -15,6 +15,7 @@ from recurrent_texts import check_greedy_text
 from transformers import PreTrainedModel
 
 from ngramspec import Engine, SamplingParams
+from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.models.loader import load_model
@@ -74,7 +75,7 @@ def test_eight_bit_products_and_later_starts_change_no_token(temperature: float,
 
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     """It is read from a cache, and a pass reads addresses unchecked."""
-    found = CpuRunner(make_model("inputs and shared keys"), max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22).weight_map
+    found = CpuRunner(make_model("inputs and shared keys"), CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
     assert found is not None
     source, layers = make_params_source(make_model("inputs and shared keys")), found.layers
     again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))

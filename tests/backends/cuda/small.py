@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cuda import cuda_runner as runner_module
-from ngramspec.backends.cuda.cuda_runner import CudaRunner
+from ngramspec.backends.cuda.cuda_runner import CudaOptions, CudaRunner
 from ngramspec.engine import assembly
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, pack
@@ -31,7 +31,7 @@ def make_model(arch: str, **overrides: Any) -> PreTrainedModel:
 
 def bind(arch: str, dtype: torch.dtype, device: str, narrow: bool = False, n_layers: int = 2, **options: Any) -> CudaRunner:
     model = make_model(arch, num_hidden_layers=n_layers, **(NARROW if narrow else {})).to(device, dtype)
-    return CudaRunner(model, **({"max_len": 32, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
+    return CudaRunner(model, CudaOptions(**{"max_len": 32, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
 
 
 def take_on_trust(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +47,13 @@ def make_engine(model: PreTrainedModel, device: str, monkeypatch: pytest.MonkeyP
         assert loaded.model.device.type == torch.device(device).type
         return CudaRunner(
             loaded.model,
-            max_len=longest + start.config.spec_rows + 1,
-            max_seqs=start.config.max_seqs,
-            max_rows=start.device.max_rows,
-            kv_bytes=1 << 21,
-            max_depth=9,
+            CudaOptions(
+                max_len=longest + start.config.spec_rows + 1,
+                max_seqs=start.config.max_seqs,
+                max_rows=start.device.max_rows,
+                kv_bytes=1 << 21,
+                max_depth=9,
+            ),
         )
 
     monkeypatch.setattr(assembly, "_make_runner", make_runner)

@@ -18,7 +18,7 @@ from test_packed import load
 from ngramspec import Completion, Engine, SamplingParams
 from ngramspec.backends.base import Runner
 from ngramspec.backends.cuda import cuda_runner as runner_module
-from ngramspec.backends.cuda.cuda_runner import CudaOutput, CudaRunner
+from ngramspec.backends.cuda.cuda_runner import CudaOptions, CudaOutput, CudaRunner
 from ngramspec.backends.cuda.expert_layer import ExpertLayer
 from ngramspec.backends.cuda.gated_delta_kernels import ROW_WORDS, DeltaShape
 from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool, count_copies, plan_walk
@@ -39,7 +39,7 @@ N_NODES = 6
 
 def bind(device: str, dtype: torch.dtype = torch.float32, **options: Any) -> CudaRunner:
     model = small.make_model("qwen3_5_text", **HYBRID | small.NARROW).to(device, dtype)
-    return CudaRunner(model, **({"max_len": 64, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 22, "max_depth": 9} | options))
+    return CudaRunner(model, CudaOptions(**{"max_len": 64, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 22, "max_depth": 9} | options))
 
 
 def make_tree(rng: np.random.Generator, n: int) -> DraftTree:
@@ -97,7 +97,7 @@ def test_hybrids_with_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(runner_module, "find_dependence", lambda product, thoroughly: None)
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20}
     model = small.make_model("qwen3_5_moe_text", **HYBRID | small.NARROW | experts).to(device)
-    runner = CudaRunner(model, max_len=32, max_seqs=2, max_rows=16, kv_bytes=1 << 22, max_depth=9)
+    runner = CudaRunner(model, CudaOptions(max_len=32, max_seqs=2, max_rows=16, kv_bytes=1 << 22, max_depth=9))
     assert isinstance(runner._decoder, CudaDecoder)
     assert all(isinstance(layer.mlp, ExpertLayer) for layer in runner._decoder.layers)
     assert (runner.is_recurrent, runner.has_experts) == (True, True)
@@ -279,14 +279,14 @@ def test_what_cannot_be_computed_is_refused(on_device: Engine, device: str) -> N
     with pytest.raises(UnsupportedModelError, match="size 24; on CUDA"):
         CudaRunner(
             small.make_model("qwen3_5_text", **HYBRID | {"linear_key_head_dim": 24}).to(device),
-            max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9,
-        )  # fmt: skip
+            CudaOptions(max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9),
+        )
     for family, reason in (
         ("lfm2", "layers 0, 1, 3, 4 are of type 'conv'"),
         ("granitemoehybrid", "layers 0, 3 are of type 'linear_attention'"),
     ):
         with pytest.raises(UnsupportedModelError, match=f"{reason}.*the CPU computes them"):
-            CudaRunner(tiny.tiny_model(family).to(device), max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9)
+            CudaRunner(tiny.tiny_model(family).to(device), CudaOptions(max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9))
 
 
 @pytest.mark.soak
@@ -306,7 +306,9 @@ def test_gguf_files_keep_their_blocks(device: str, tmp_path: Path, monkeypatch: 
     path = tiny_architectures.write(tmp_path / "m.gguf", "qwen35")
     logits = []
     for packed in (True, False):
-        runner = CudaRunner(load(path, torch.float32, device, packed), max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 22, max_depth=9)
+        runner = CudaRunner(
+            load(path, torch.float32, device, packed), CudaOptions(max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 22, max_depth=9)
+        )
         shape = runner._delta_shape
         assert shape is not None
         assert (shape.row_width == shape.gates_width) == (not packed)

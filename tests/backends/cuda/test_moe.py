@@ -13,7 +13,7 @@ import torch
 from ngramspec.backends.base import Runner
 from ngramspec.backends.cuda import cuda_runner as runner_module
 from ngramspec.backends.cuda import expert_kernels, expert_layer
-from ngramspec.backends.cuda.cuda_runner import CudaRunner
+from ngramspec.backends.cuda.cuda_runner import CudaOptions, CudaRunner
 from ngramspec.backends.cuda.expert_kernels import PairProduct, sum_experts
 from ngramspec.backends.cuda.expert_layer import ExpertLayer, ExpertsModule
 from ngramspec.backends.cuda.graphs import Bucket, bucket_for
@@ -53,7 +53,7 @@ def make(family: str, device: str, **overrides: Any) -> Any:
 
 
 def bind(family: str, device: str, dtype: torch.dtype = torch.float32) -> CudaRunner:
-    return CudaRunner(make(family, device).to(dtype), **ROOM)
+    return CudaRunner(make(family, device).to(dtype), CudaOptions(**ROOM))
 
 
 @torch.inference_mode()
@@ -72,7 +72,7 @@ def test_texts_are_transformers_and_drafts_and_mates_change_no_bit(family: str, 
     monkeypatch.setattr(expert_layer, "MOST_PAIRS", 8)
     model = make(family, device)
     expected = generate(model, PROMPT.tolist(), N_TOKENS)
-    runner = CudaRunner(model, **ROOM)
+    runner = CudaRunner(model, CudaOptions(**ROOM))
     assert runner.has_experts
     decoder = runner._decoder
     if family in MODULES:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ngramspec.backends.cuda import cuda_runner
-from ngramspec.backends.cuda.cuda_runner import CudaRunner
+from ngramspec.backends.cuda.cuda_runner import CudaOptions, CudaRunner
 from ngramspec.backends.cuda.expert_layer import ExpertLayer
 from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder, VendorProduct
 from ngramspec.backends.cuda.packed import MOST_DENSE, CudaPackedEmbedding, CudaPackedLinear, make_packed_form
@@ -41,7 +41,7 @@ def load(path: Path, dtype: torch.dtype, device: str, packed: bool = True) -> An
 
 
 def bind(model: Any, **options: Any) -> CudaRunner:
-    return CudaRunner(model, **({"max_len": 32, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
+    return CudaRunner(model, CudaOptions(**{"max_len": 32, "max_seqs": 4, "max_rows": 24, "kv_bytes": 1 << 21, "max_depth": 9} | options))
 
 
 def decoded(runner: CudaRunner, how: dict[str, Any], drafted: list[int] | None = None) -> small.Text:
