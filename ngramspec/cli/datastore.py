@@ -35,16 +35,16 @@ app = typer.Typer(
 )
 
 
-def _to_tuple(given: list[str] | None) -> tuple[str, ...] | None:
-    return tuple(given) if given else None
+def _split_names(given: str) -> tuple[str, ...] | None:
+    return tuple(name.strip() for name in given.split(",") if name.strip()) or None
 
 
-def _split_names(given: str | None) -> tuple[str, ...] | None:
-    return tuple(name.strip() for name in given.split(",") if name.strip()) if given else None
-
-
-def _parse_file_size(given: str | None) -> int | None:
+def _parse_file_size(given: str) -> int | None:
     return parse_size(given, "--max-file-size")
+
+
+def _keep_true(given: bool) -> bool | None:
+    return given or None
 
 
 StoreArgument = Annotated[Path, typer.Argument(help="The folder of the datastore.", show_default=False)]
@@ -67,10 +67,8 @@ Tokenizer = Annotated[
 class CorpusFlags(TypedDict, total=False):
     """Options by the field of `corpus.CorpusOptions` that each sets; those that were given."""
 
-    include: Annotated[
-        list[str], option(_CORPUS, "Take only what matches, whatever its type. As in .gitignore; may be repeated.", callback=_to_tuple)
-    ]
-    exclude: Annotated[list[str], option(_CORPUS, "Leave out what matches. As in .gitignore; may be repeated.", callback=_to_tuple)]
+    include: Annotated[list[str], option(_CORPUS, "Take only what matches, whatever its type. As in .gitignore; may be repeated."), tuple]
+    exclude: Annotated[list[str], option(_CORPUS, "Leave out what matches. As in .gitignore; may be repeated."), tuple]
     languages: Annotated[
         str,
         option(
@@ -78,20 +76,18 @@ class CorpusFlags(TypedDict, total=False):
             "Take only these, such as python,rust or py,rs. Default: all known source and text.",
             "--language",
             "-l",
-            callback=_split_names,
         ),
+        _split_names,
     ]
-    max_file_size: Annotated[
-        str, option(_CORPUS, "Leave out larger files and members. Default: 1M.", metavar="SIZE", callback=_parse_file_size)
-    ]
+    max_file_size: Annotated[str, option(_CORPUS, "Leave out larger files and members. Default: 1M.", metavar="SIZE"), _parse_file_size]
     text_fields: Annotated[
         list[str],
         option(
             _CORPUS,
             "The field of .jsonl rows that holds the text; the first there is. Default: text, content, code.",
             "--text-field",
-            callback=_to_tuple,
         ),
+        tuple,
     ]
     untracked: Annotated[
         bool,
@@ -99,8 +95,8 @@ class CorpusFlags(TypedDict, total=False):
             _CORPUS,
             "In a git repository, also files that git does not track (nor ignore).",
             "--untracked/--no-untracked",
-            callback=lambda given: given or None,
         ),
+        _keep_true,
     ]
 
 

@@ -35,6 +35,7 @@ def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., Non
     """Give a command the options of tables of settings, which are dataclasses (see `options`), or TypedDicts of typer's options.
 
     Each of `tables` stands for a parameter of the decorated function, which is called with a dict of what was given, by field, for it.
+    A function beside an option in a TypedDict converts what was given for it; None leaves it out.
     `--help` shows its options at the parameter's place. A value that a dataclass's field does not accept is a BadInputError that names its
     option, or an InvalidInputError of the dataclass.
     """
@@ -64,7 +65,7 @@ def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., Non
                     given[name] = _given(options[name], values, context)
                     table(**given[name])  # checks what depends on several values
                 else:
-                    typed = {field: values.pop(field) for field in table.__annotations__}
+                    typed = {field: _convert(values.pop(field), *declared[1:]) for field, declared in _read_metadata(table).items()}
                     given[name] = {field: value for field, value in typed.items() if value is not None}
             function(**values, **given)
 
@@ -75,13 +76,22 @@ def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., Non
     return decorate
 
 
+def _read_metadata(table: type) -> dict[str, tuple[Any, ...]]:
+    """Return what stands beside the types of a TypedDict's fields: an option, and perhaps a function that converts its value."""
+    return {name: declared.__metadata__ for name, declared in get_type_hints(table, include_extras=True).items()}
+
+
+def _convert(value: Any, convert: Callable[[Any], Any] | None = None) -> Any:
+    """Return a value as a command's function gets it. No callback of typer's does this: typer makes what one returns for a list a list."""
+    return value if value is None or convert is None else convert(value)
+
+
 def _typed_parameters(table: type) -> list[inspect.Parameter]:
     """Return a TypedDict's fields as parameters that are None if they are not given."""
+    types = get_type_hints(table)
     return [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[declared.__origin__ | None, *declared.__metadata__]
-        )
-        for name, declared in get_type_hints(table, include_extras=True).items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[types[name] | None, declared[0]])
+        for name, declared in _read_metadata(table).items()
     ]
 
 

@@ -16,18 +16,12 @@ from ngramspec.cli.flags import ENGINE, SAMPLING
 _NET, _KEYS, _LOAD, _LOG = "Address", "Keys", "Load", "Log"
 
 
-def _turn_off(given: bool | None) -> bool | None:
+def _turn_off(given: bool) -> bool | None:
     return False if given else None
 
 
-def _join_names(given: list[str] | None) -> str | None:
-    return None if given is None else ",".join(given)
-
-
-def parse_object(text: str | None) -> dict[str, Any] | None:
+def parse_object(text: str) -> dict[str, Any]:
     """Return the object that a text of JSON is. Raises BadInputError."""
-    if text is None:
-        return None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -37,10 +31,8 @@ def parse_object(text: str | None) -> dict[str, Any] | None:
     return found
 
 
-def parse_sampling(given: list[str] | None) -> dict[str, Any] | None:
+def parse_sampling(given: list[str]) -> dict[str, Any]:
     """Return parameters by name from `NAME=VALUE`, whose values are JSON or text. Raises BadInputError."""
-    if given is None:
-        return None
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -65,8 +57,8 @@ class ServerOptions(TypedDict, total=False):
             "--alias",
             "-a",
             metavar="NAME[,NAME]",
-            callback=_join_names,
         ),
+        ",".join,
     ]
     strict_model: Annotated[
         bool, option(ENGINE, "Refuse requests that name another model, with 404. Else they are answered.", "--strict-model")
@@ -88,8 +80,8 @@ class ServerOptions(TypedDict, total=False):
             "--chat-template-kwargs",
             "--default-chat-template-kwargs",
             metavar="JSON",
-            callback=parse_object,
         ),
+        parse_object,
     ]
     reasoning_format: Annotated[
         str,
@@ -119,8 +111,8 @@ class ServerOptions(TypedDict, total=False):
             SAMPLING,
             "A sampling parameter of requests that do not say, such as temperature=0.2. May be repeated.",
             metavar="NAME=VALUE",
-            callback=parse_sampling,
         ),
+        parse_sampling,
     ]
     host: Annotated[
         str,
@@ -135,15 +127,15 @@ class ServerOptions(TypedDict, total=False):
         str,
         option(_NET, "Where a proxy shows the server, such as /llm: requests may have this path in front, or not.", metavar="/PATH"),
     ]
-    playground: Annotated[bool, option(_NET, "Without the page at / to try the model.", "--no-playground", "--no-ui", callback=_turn_off)]
-    metrics: Annotated[bool, option(_NET, "Without /metrics, for Prometheus.", "--no-metrics", callback=_turn_off)]
+    playground: Annotated[bool, option(_NET, "Without the page at / to try the model.", "--no-playground", "--no-ui"), _turn_off]
+    metrics: Annotated[bool, option(_NET, "Without /metrics, for Prometheus.", "--no-metrics"), _turn_off]
     force_include_usage: Annotated[
         bool, option(_NET, "Every piece of a stream tells the usage so far, asked for or not.", "--force-include-usage")
     ]
     per_request_metrics: Annotated[
         bool, option(_NET, "Answers tell their times, as vLLM's do.", "--per-request-metrics", "--enable-per-request-metrics")
     ]
-    slots: Annotated[bool, option(_NET, "Without /slots, which tells how many sequences run.", "--no-slots", callback=_turn_off)]
+    slots: Annotated[bool, option(_NET, "Without /slots, which tells how many sequences run.", "--no-slots"), _turn_off]
     slot_save_path: Annotated[
         Path,
         option(_NET, "A folder for slots that clients save by /slots/ID, each key's apart.", "--slot-save-path", metavar="FOLDER"),

@@ -21,6 +21,7 @@ from ngramspec.cli.common import BadInputError
 from ngramspec.cli.drafts import draft_settings
 from ngramspec.cli.flags import with_options
 from ngramspec.cli.main import app
+from ngramspec.cli.serve_options import ServerOptions
 from ngramspec.config import EngineConfig
 from ngramspec.options import ChoiceOf, Flag, Integer, Number, TextList, option, options_of
 from ngramspec.sampling_params import SamplingParams
@@ -191,6 +192,22 @@ def given(*arguments: str) -> dict[str, Any]:
 )
 def test_what_is_given_is_handed_over(arguments: list[str], handed: dict[str, Any]) -> None:
     assert given(*arguments) == {"own": 3} | handed
+
+
+def test_options_of_the_server_are_handed_over_as_its_settings_are() -> None:
+    handed: list[dict[str, Any]] = []
+
+    @with_options("serve", settings=ServerOptions)
+    def command(settings: dict[str, Any]) -> None:
+        handed.append(settings)
+
+    this = typer.Typer()
+    this.command()(command)
+    given = "--alias a,b -a c --sampling temperature=0 --sampling stop=x --no-slots --allowed-host h --chat-template-kwargs {}"
+    for line in (given, ""):
+        CliRunner().invoke(this, line.split(), catch_exceptions=False)
+    wanted = {"alias": "a,b,c", "sampling": {"temperature": 0, "stop": "x"}, "slots": False, "allowed_hosts": ["h"]}
+    assert handed == [wanted | {"chat_template_kwargs": {}}, {}]
 
 
 @pytest.mark.parametrize(
