@@ -74,6 +74,17 @@ def test_screenshots_do_not_count_as_text(client: httpx.Client) -> None:
         assert client.post(path, content=larger, headers={"Content-Type": "application/json"}).status_code == 413
 
 
+def test_several_screenshots_in_one_list_do_not_count_as_text(client: httpx.Client) -> None:
+    pictures = [base64.b64encode(bytes(3 * MIB)).decode() for _ in range(4)]
+    turns = [{"role": "user", "content": "a"}, {"role": "tool", "tool_name": "see", "content": "", "images": pictures}]
+    body = json.dumps({"model": "m", "messages": turns, "stream": False, "options": {"num_predict": 1}}).encode()
+    for content in (body, (body[at : at + 50_000] for at in range(0, len(body), 50_000))):
+        answer = client.post("/api/chat", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+    longer = body.replace(b'"content": "a"', b'"content": "%b"' % (b"a b" * MIB))
+    assert client.post("/api/chat", content=longer).status_code == 413
+
+
 def test_bodies_that_are_far_too_long_are_not_read(server: Server) -> None:
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n"
     for more in ("", "Expect: 100-continue\r\n"):
