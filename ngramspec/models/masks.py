@@ -41,6 +41,8 @@ class ShapeProbe:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        if layer in self.seen:
+            raise UnsupportedModelError(f"layer {layer} computes attention more than once in a pass; there is room for one set of keys")
         self.seen[layer] = (k.shape[1], k.shape[2])
         return torch.zeros_like(q)
 

@@ -362,6 +362,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": (EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96}, r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention'"),
     "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
+    "diffllama": ({}, "layer 0 computes attention more than once in a pass"),  # whose second call would replace the values of the first
     "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
 }  # fmt: skip
 
