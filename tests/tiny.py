@@ -58,6 +58,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": _YARN},
     "glm4": {"head_dim": 16},
+    "laguna": _EXPERTS
+    | {
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [4, 8, 8],
+        "sliding_window": WINDOW,
+        "shared_expert_intermediate_size": 48,
+        "moe_routed_scaling_factor": 2.5,
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "cohere2": {"num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
     "deepseek_v3": {

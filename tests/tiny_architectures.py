@@ -196,6 +196,15 @@ _GLM4_MOE_KEYS = _CHOICE | _WIDE | {
     "rope.dimension_count": HEAD_DIM // 2, "expert_feed_forward_length": _WIDTH, "expert_shared_count": 2, "leading_dense_block_count": 1,
     "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
 }  # fmt: skip
+_LAGUNA_KEYS = _CHOICE | _WIDE | {
+    "rope.dimension_count": HEAD_DIM // 2, "expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": _WIDTH,
+    "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+}  # fmt: skip
+# Of four layers the first sees all; the others have twice as many heads.
+_LAGUNA_WINDOWS = _SWA | _YARN | {
+    "attention.head_count": [HEADS if i % 4 == 0 else 2 * HEADS for i in range(LAYERS)], "rope.freq_base": 5e5, "rope.freq_base_swa": 1e4,
+    "rope.dimension_count_swa": HEAD_DIM,
+}  # fmt: skip
 _NEXTN: Shapes = {
     "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "nextn.enorm.weight": (HIDDEN,), "nextn.hnorm.weight": (HIDDEN,),
     "nextn.shared_head_norm.weight": (HIDDEN,),
@@ -270,6 +279,13 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         {key: value for key, value in _GLM4_MOE_KEYS.items() if key != "rope.dimension_count"} | _SWA
         | {"expert_shared_count": 1, "attention.sliding_window_pattern": _LAST_IS_FULL}, True,
     ),
+    **{
+        f"laguna{name}": ("laguna", _ATTENTION | _HEAD_NORMS | gate | _GATED | _EXPERTS | _ONE_BESIDE | _CORRECTION, keys, True)
+        for name, gate, keys in (
+            ("", {"attn_gate.weight": (HEADS, HIDDEN)}, _LAGUNA_KEYS | _LAGUNA_WINDOWS),
+            (", full", {"attn_gate.weight": (_Q, HIDDEN)}, _LAGUNA_KEYS | {"leading_dense_block_count": 2}),
+        )
+    },
     "dots1": (
         "dots1",
         _PRE | _SPLIT | {f"attn_{name}.weight": (_Q, HIDDEN) for name in "kv"} | _HEAD_NORMS | _OUT | _GATED | _BESIDE | _CORRECTION,
@@ -557,7 +573,10 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
-    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe", "afmoe", "exaone-moe"):
+    if isinstance(heads := keys.get("attention.head_count"), list) and heads[i] != HEADS:
+        q = heads[i] * HEAD_DIM
+        layer = layer | {"attn_q.weight": (q, HIDDEN), "attn_output.weight": (HIDDEN, q), "attn_gate.weight": (heads[i], HIDDEN)}
+    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe", "afmoe", "exaone-moe", "laguna"):
         others = _BESIDE | _CORRECTION if i < keys["leading_dense_block_count"] else _GATED
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
     if architecture.startswith("nemotron_h"):

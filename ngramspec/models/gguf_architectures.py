@@ -16,6 +16,7 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf_configs as configs
 from ngramspec.models import gguf_hybrid_configs as hybrids
 from ngramspec.models import gguf_layer_norm_configs as layer_norms
+from ngramspec.models import gguf_window_configs as windows
 from ngramspec.models import qwen3_next
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_configs import Config
@@ -43,6 +44,8 @@ class Architecture:
     """Modules of the head that predicts further tokens by the stems of its tensors, besides those of its layer; none: it is left out."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """Parameters within a layer that are one number, by the key of an array in the metadata that has one for each layer."""
+    varied: bool = False
+    """Whether heads, or how many of their numbers are turned, differ by layer, which `configure` reads."""
     latent: bool = False
     """Whether keys and values are made of a latent row, so that their sizes may differ."""
     rms_epsilon: bool = True
@@ -120,8 +123,10 @@ def read_config(file: Gguf) -> Config:
     if embedding is None:
         raise UnsupportedModelError(f"{file.path}: it lacks the tensor token_embd.weight")
     vocab_size = embedding.shape[0]  # files may state another number, which llama.cpp does not read
-    heads, hidden = metadata.get_same("attention.head_count"), metadata.get_int("embedding_length")
-    for key, value in (("attention.head_count", heads), ("embedding_length", hidden)):
+    heads, hidden = metadata.get_per_layer("attention.head_count"), metadata.get_int("embedding_length")
+    if not row.varied:
+        heads = [metadata.get_same("attention.head_count")]
+    for key, value in (("attention.head_count", min(heads)), ("embedding_length", hidden)):
         if value < 1:
             raise metadata.make_refusal(key, value, "1 and more")
     if metadata.is_stated("attention.causal", False):
@@ -131,8 +136,8 @@ def read_config(file: Gguf) -> Config:
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "num_hidden_layers": metadata.n_layers,
-        "num_attention_heads": heads,
-        "head_dim": metadata.get_int("attention.key_length", hidden // heads),
+        "num_attention_heads": heads[0],
+        "head_dim": metadata.get_int("attention.key_length", hidden // heads[0]),
         "max_position_embeddings": metadata.get_int("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **{
@@ -146,7 +151,7 @@ def read_config(file: Gguf) -> Config:
     if row.rms_epsilon:
         config["rms_norm_eps"] = metadata.get_float("attention.layer_norm_rms_epsilon")
     found = row.configure(metadata, config)
-    if "per_layer_config" not in found:
+    if not row.varied:
         _refuse_other_heads(metadata, config["head_dim"])
     return config | found
 
@@ -282,6 +287,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="gemma4_text",
         layer=_SANDWICH | _HEAD_NORMS | _GEMMA4,
         whole=_PER_LAYER_WHOLE,
+        varied=True,
         configure=configs.read_gemma4,
     ),
     "glm4": Architecture(
@@ -350,6 +356,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         configure=hybrids.read_granitehybrid,
     ),
     "internlm2": Architecture(model_type="llama", layer=_LLAMA, rules=_PAIRS, configure=configs.read_llama),
+    "laguna": Architecture(
+        model_type="laguna", layer=_GLM4_MOE | {"attn_gate": "self_attn.g_proj"}, varied=True, configure=windows.read_laguna
+    ),
     "lfm2": Architecture(
         model_type="lfm2",
         layer=_LFM2,

@@ -97,11 +97,8 @@ def read_multipliers(metadata: GgufMetadata, config: Config) -> Config:
 
 def read_partial(metadata: GgufMetadata, config: Config) -> Config:
     """Read a config whose rotary embeddings turn the first numbers of every head."""
-    found, head_dim = read_common(metadata, config), config["head_dim"]
-    turned = metadata.get_int("rope.dimension_count", head_dim)
-    if not 0 < turned <= head_dim or turned % 2:
-        raise metadata.make_refusal("rope.dimension_count", turned, f"an even number up to {head_dim}")
-    found["rope_parameters"]["partial_rotary_factor"] = turned / head_dim
+    found = read_common(metadata, config)
+    found["rope_parameters"]["partial_rotary_factor"] = metadata.get_turned_share(config["head_dim"])
     return found | {"attention_bias": metadata.has_attention_bias()}
 
 

@@ -109,13 +109,14 @@ class GgufMetadata:
         """Return the values of an array, none if the file has no such array."""
         return self._get_array(key) or []
 
-    def get_layer_types(self, period: int) -> list[str]:
-        """Return each layer's type of attention: without a pattern in the file, every layer whose number `period` divides sees all."""
+    def get_layer_types(self, period: int, *, full_first: bool = False) -> list[str]:
+        """Return each layer's type of attention: without a pattern in the file, the last of `period` layers sees all, or the first."""
         key = "attention.sliding_window_pattern"
         values = self._get_array(key)
         if values is None:
             period = self.get_int(key, period)
-            slides = [period == 0 or i % period < period - 1 for i in range(self.n_layers)]
+            full = 0 if full_first else period - 1
+            slides = [period == 0 or i % period != full for i in range(self.n_layers)]
         elif len(values) < self.n_layers or not all(isinstance(value, int) for value in values):
             raise self.make_refusal(key, values, f"{self.n_layers} truth values")
         else:
@@ -160,6 +161,13 @@ class GgufMetadata:
         elif scaled and attention_factor != 1 and not self.has_tensor(LONG_FACTORS):
             raise self.make_refusal("rope.scaling.attn_factor", attention_factor, "1 without YaRN")
         return rope
+
+    def get_turned_share(self, head_dim: int, key: str = "rope.dimension_count") -> float:
+        """Return which share of a head's numbers the rotary embedding turns. Raises UnsupportedModelError."""
+        turned = self.get_int(key, self.get_int("rope.dimension_count", head_dim))
+        if not 0 < turned <= head_dim or turned % 2:
+            raise self.make_refusal(key, turned, f"an even number up to {head_dim}")
+        return turned / head_dim
 
     def get_token_id(self, name: str, n_tokens: int) -> int | None:
         """Return the id of a control token such as bos; None if the file names none that exists."""

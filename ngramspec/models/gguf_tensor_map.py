@@ -102,7 +102,7 @@ def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re
         }
     path = row.whole.get(stem) if layer is None else row.layer.get(f"{stem}.{kind}" if kind == "scale" else stem)
     if layer is not None and stem == "attn_qkv" and path is None:
-        return _split_fused(row, config, tensor, f"{row.prefix}.{layer}", kind)
+        return _split_fused(row, config, tensor, int(layer), kind)
     if path is None:
         return {}
     if "*" in path:
@@ -152,14 +152,15 @@ def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str
     return TensorUse(name, rule, heads, first, end, parts=((0, n_halved),) if rule == "halved" else ())
 
 
-def _split_fused(row: Architecture, config: Config, tensor: GgufTensor, layer: str, kind: str) -> dict[str, TensorUse]:
+def _split_fused(row: Architecture, config: Config, tensor: GgufTensor, layer: int, kind: str) -> dict[str, TensorUse]:
     """Cut a tensor of queries, keys and values, which newer conversions write for any architecture, into three parameters."""
-    q, kv = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    heads = config.get("num_attention_heads_per_layer", {layer: config["num_attention_heads"]})
+    q, kv = heads[layer] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
     if tensor.shape[0] != q + 2 * kv:
         return {}
     ends = {"attn_q": (0, q), "attn_k": (q, q + kv), "attn_v": (q + kv, q + 2 * kv)}
     return {
-        f"{layer}.{row.layer[stem]}.{kind}": _make_use(row, config, tensor.name, stem, kind, *ends[stem])
+        f"{row.prefix}.{layer}.{row.layer[stem]}.{kind}": _make_use(row, config, tensor.name, stem, kind, *ends[stem])
         for stem in ends
         if stem in row.layer
     }

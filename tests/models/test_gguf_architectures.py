@@ -29,8 +29,8 @@ ROUNDING, ROUNDED_GELU = 3e-5, 1e-3
 ROUNDED_ROWS = 5e-2  # activations of 8 bits, for experts in quant blocks
 OTHER_VARIANCE = 1e-2  # of 1,024 numbers, which llama.cpp divides by 1,023: with 1,023 here it is 1e-3, as with GELU elsewhere
 GELU, QUANTISED = ("gemma", "starcoder", "codeshell", "phi2"), "mxfp4"
-# An activation with numbers of every layer, four streams of hidden states, positions with an embedding of their own.
-BY_MODULES = ("apertus", "gemma3n", "starcoder")
+# An activation with numbers of every layer, four streams of hidden states, gates by softplus, positions with an embedding of their own.
+BY_MODULES = ("apertus", "gemma3n", "laguna", "laguna, full", "starcoder")
 LATENT = ("deepseek2, older", "deepseek2, groups", "mistral4")
 MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe")
 
@@ -99,6 +99,7 @@ def test_every_matrix_may_be_of_another_type(case: str, tmp_path: Path) -> None:
     [
         "apertus",
         "gemma3n",
+        "laguna",
         "starcoder",
         "phi2",
         "stablelm",
@@ -136,7 +137,7 @@ def test_every_row_of_the_table_is_compared() -> None:
 def test_names_are_those_of_the_format(architecture: str) -> None:
     known = {name.replace("blk.{bid}.", "") for name in reference.TENSOR_NAMES.values()}
     row = ARCHITECTURES[architecture]
-    assert architecture in reference.MODEL_ARCH_NAMES.values() or architecture == "mellum"  # which the package of names lacks so far
+    assert architecture in reference.MODEL_ARCH_NAMES.values() or architecture in ("laguna", "mellum")  # which the package lacks so far
     stems = {stem.removesuffix(".scale") for stem in row.layer}
     assert stems | row.whole.keys() | row.rules.keys() <= known
 
