@@ -69,6 +69,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_routed_scaling_factor": 2.5,
     },
     "hunyuan_v1_dense": {"head_dim": 16},
+    "mimo_v2_flash": _EXPERTS
+    | {
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_hidden_layers": 3,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
     "cohere2": {"num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
     "deepseek_v3": {
         "num_hidden_layers": 3,

@@ -196,6 +196,16 @@ _GLM4_MOE_KEYS = _CHOICE | _WIDE | {
     "rope.dimension_count": HEAD_DIM // 2, "expert_feed_forward_length": _WIDTH, "expert_shared_count": 2, "leading_dense_block_count": 1,
     "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
 }  # fmt: skip
+_MIMO2: Shapes = _PRE | _GATED | _EXPERTS | _CORRECTION | {
+    "attn_q.weight": (HEADS * (HEAD_DIM + 8), HIDDEN), "attn_k.weight": (KV_HEADS * (HEAD_DIM + 8), HIDDEN),
+    "attn_v.weight": (_KV, HIDDEN), "attn_output.weight": (HIDDEN, _Q), "attn_sinks.weight": (HEADS,),
+}  # fmt: skip
+_MIMO2_KEYS: dict[str, Any] = _CHOICE | _SWA | {
+    "attention.key_length": HEAD_DIM + 8, "attention.value_length": HEAD_DIM, "rope.dimension_count": HEAD_DIM // 2,
+    "attention.head_count_kv": [KV_HEADS * (1 + each) for each in _LAST_IS_FULL], "attention.sliding_window_pattern": _LAST_IS_FULL,
+    "rope.freq_base": 5e6, "rope.freq_base_swa": 1e4, "attention.value_scale": 0.707, "expert_feed_forward_length": _WIDTH,
+    "leading_dense_block_count": 1,
+}  # fmt: skip
 _LAGUNA_KEYS = _CHOICE | _WIDE | {
     "rope.dimension_count": HEAD_DIM // 2, "expert_feed_forward_length": _WIDTH, "expert_shared_feed_forward_length": _WIDTH,
     "leading_dense_block_count": 1, "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
@@ -286,6 +296,7 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
             (", full", {"attn_gate.weight": (_Q, HIDDEN)}, _LAGUNA_KEYS | {"leading_dense_block_count": 2}),
         )
     },
+    "mimo2": ("mimo2", _MIMO2, _MIMO2_KEYS, True),
     "dots1": (
         "dots1",
         _PRE | _SPLIT | {f"attn_{name}.weight": (_Q, HIDDEN) for name in "kv"} | _HEAD_NORMS | _OUT | _GATED | _BESIDE | _CORRECTION,
@@ -573,10 +584,13 @@ def _list_shapes(architecture: str, i: int, layer: Shapes, keys: dict[str, Any])
     if architecture.startswith(("qwen35", "qwen3next")):  # every fourth layer is attention, and that of a head
         others = _RECURRENT | _JOINED_GATES | _JOINED if i % 4 == 3 or of_head else _GATED_ATTENTION
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
+    if architecture == "mimo2":  # layers with windows have sinks and twice as many heads of keys
+        local = {name: (2 * n, HIDDEN) for name, (n, *_) in layer.items() if name in ("attn_k.weight", "attn_v.weight")}
+        layer = layer | local if _LAST_IS_FULL[i] else {name: shape for name, shape in layer.items() if name != "attn_sinks.weight"}
     if isinstance(heads := keys.get("attention.head_count"), list) and heads[i] != HEADS:
         q = heads[i] * HEAD_DIM
         layer = layer | {"attn_q.weight": (q, HIDDEN), "attn_output.weight": (HIDDEN, q), "attn_gate.weight": (heads[i], HIDDEN)}
-    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe", "afmoe", "exaone-moe", "laguna"):
+    if architecture in ("deepseek2", "glm4moe", "bailingmoe2", "dots1", "ernie4_5-moe", "afmoe", "exaone-moe", "laguna", "mimo2"):
         others = _BESIDE | _CORRECTION if i < keys["leading_dense_block_count"] else _GATED
         layer = {name: shape for name, shape in layer.items() if name not in others} | (_NEXTN if of_head else {})
     if architecture.startswith("nemotron_h"):

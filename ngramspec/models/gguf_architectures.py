@@ -144,13 +144,12 @@ def read_config(file: Gguf) -> Config:
             f"{name}_token_id": metadata.get_token_id(key, vocab_size) for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
         },
     }
-    if metadata.get_int("attention.value_length", config["head_dim"]) != config["head_dim"] and not row.latent:
-        raise metadata.make_refusal(
-            "attention.value_length", metadata.get_int("attention.value_length"), "the same as attention.key_length"
-        )
     if row.rms_epsilon:
         config["rms_norm_eps"] = metadata.get_float("attention.layer_norm_rms_epsilon")
     found = row.configure(metadata, config)
+    value_dim = metadata.get_int("attention.value_length", config["head_dim"])
+    if value_dim != found.get("v_head_dim", config["head_dim"]) and not row.latent:
+        raise metadata.make_refusal("attention.value_length", value_dim, "the same as attention.key_length")
     if not row.varied:
         _refuse_other_heads(metadata, config["head_dim"])
     return config | found
@@ -389,6 +388,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mellum": Architecture(model_type="mellum", layer=_QWEN3_MOE, configure=configs.read_mellum),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
     "mistral4": Architecture(model_type="mistral4", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
+    "mimo2": Architecture(
+        model_type="mimo_v2_flash",
+        layer=_NORMS | _ATTENTION | _BIASED_EXPERTS | {"attn_sinks": "self_attn.sinks"},
+        configure=windows.read_mimo2,
+    ),
     "nemotron_h": Architecture(
         model_type="nemotron_h",
         layer=_NEMOTRON_H | {"ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},

@@ -167,7 +167,8 @@ class GgufMetadata:
         turned = self.get_int(key, self.get_int("rope.dimension_count", head_dim))
         if not 0 < turned <= head_dim or turned % 2:
             raise self.make_refusal(key, turned, f"an even number up to {head_dim}")
-        return turned / head_dim
+        share = turned / head_dim
+        return share if int(head_dim * share) == turned else math.nextafter(share, 1)  # transformers cuts the product off
 
     def get_token_id(self, name: str, n_tokens: int) -> int | None:
         """Return the id of a control token such as bos; None if the file names none that exists."""

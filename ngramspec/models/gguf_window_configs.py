@@ -10,6 +10,28 @@ from ngramspec.models.gguf_expert_keys import SIGMOID, Config, read_experts
 from ngramspec.models.gguf_metadata import FREQ_BASE, FULL, SLIDING, GgufMetadata
 
 
+def read_mimo2(metadata: GgufMetadata, config: Config) -> Config:
+    """Read MiMo-V2-Flash's config. Layers with windows have twice as many heads of keys; values are smaller than keys."""
+    experts, head_dim = read_experts(metadata, normalise=True, scoring=SIGMOID), config["head_dim"]
+    types, kv = metadata.get_layer_types(0), metadata.get_per_layer("attention.head_count_kv")
+    n_kv = {n // (1 + (kind == SLIDING)) for n, kind in zip(kv, types, strict=True)}
+    if len(n_kv) != 1 or any(n % 2 for n, kind in zip(kv, types, strict=True) if kind == SLIDING):
+        raise metadata.make_refusal("attention.head_count_kv", kv, "twice as many for layers with windows")
+    rope = {FULL: metadata.get_rope(), SLIDING: metadata.get_rope("rope.freq_base_swa")}
+    for angles in rope.values():
+        angles["partial_rotary_factor"] = metadata.get_turned_share(head_dim)
+    return {
+        "num_key_value_heads": n_kv.pop(), "v_head_dim": metadata.get_int("attention.value_length", head_dim),
+        "sliding_window": metadata.get_int("attention.sliding_window"), "layer_types": types, "rope_parameters": rope,
+        "intermediate_size": metadata.get_same("feed_forward_length"), "n_routed_experts": experts.pop("num_experts"), **experts,
+        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
+        "mlp_layer_types": [
+            "sparse" if metadata.has_tensor(f"blk.{i}.ffn_gate_inp.weight") else "dense" for i in range(metadata.n_layers)
+        ],
+        "attention_value_scale": metadata.get_float("attention.value_scale", 1.0), "attention_bias": metadata.has_attention_bias(),
+    }  # fmt: skip
+
+
 def read_laguna(metadata: GgufMetadata, config: Config) -> Config:
     """Read Laguna's config. Heads of queries differ by layer; gates have one number for each head or for each of its numbers, as the
     tensor's size shows."""

@@ -95,7 +95,7 @@ def forward(
     ngramspec: AttentionPass | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Pass a layer's query [1, H, T, D], key and value [1, Hk, T, D] to the `AttentionPass`; return [1, T, H, D].
+    """Pass a layer's query [1, H, T, D], key [1, Hk, T, D] and value [1, Hk, T, V ≤ D] to the `AttentionPass`; return [1, T, H, V].
 
     Raises UnsupportedModelError for an argument that would change the mathematics.
     """
@@ -106,11 +106,15 @@ def forward(
         raise UnsupportedModelError(
             f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'a mask'}, which is not implemented"
         )
-    if value.shape != key.shape:
+    n_values = value.shape[-1]
+    if value.shape[:-1] != key.shape[:-1] or n_values > key.shape[-1]:
         raise UnsupportedModelError(f"{type(module).__name__}: attention over keys {tuple(key.shape)}, values {tuple(value.shape)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if n_values < key.shape[-1]:  # zeros stand in the pool for the numbers that values lack
+        value = torch.nn.functional.pad(value, (0, key.shape[-1] - n_values))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return ngramspec.attend(module.layer_idx, q, k, v, scale, sliding_window or 0, softcap or 0.0, s_aux)[None], None  # type: ignore[arg-type]
+    attended = ngramspec.attend(module.layer_idx, q, k, v, scale, sliding_window or 0, softcap or 0.0, s_aux)  # type: ignore[arg-type]
+    return attended[None, ..., :n_values], None
 
 
 AttentionInterface.register(NAME, forward)
