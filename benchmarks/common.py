@@ -27,13 +27,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 import ngramspec
 from ngramspec.outputs import Completion
 from ngramspec.prompts.fim import Fim
+
+if TYPE_CHECKING:
+    from ngramspec.engine.llm_engine import Engine
 
 # Cost of a row as a share of a pass: a large GPU, a CPU of two cores.
 SLOPES = {"flat": 0.005, "steep": 0.04}
@@ -366,6 +369,12 @@ def read_driver_version() -> str:
         return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"
+
+
+def enlarge_pages(engine: Engine) -> None:
+    """Do now what an engine does in the first idle seconds after its start."""
+    while engine.runner.enlarge_page():
+        pass
 
 
 def print_table(header: list[str], rows: list[list[Any]]) -> None:

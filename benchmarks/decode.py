@@ -121,6 +121,7 @@ def make_params(args: argparse.Namespace) -> SamplingParams:
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Return the JSON document of a comparison on this engine, which `open_engine` opened."""
+    common.enlarge_pages(engine)
     if args.cost != "measured":
         engine.use(cost=FixedCost(common.SLOPES[args.cost], engine.cost.max_rows))
     params = make_params(args)

@@ -67,6 +67,7 @@ def measure(args: argparse.Namespace, llama: Peer | None) -> dict[str, Any]:
     else:
         torch.cuda.set_device(args.device)
     torch.set_num_threads(engine.threads)
+    common.enlarge_pages(engine)
     if args.context + max(args.rows) > engine.max_model_len:
         raise SystemExit(f"--context {args.context} and {max(args.rows)} rows do not fit the model's {engine.max_model_len} tokens")
     prefill = PREFILL if engine.max_model_len >= PREFILL else None

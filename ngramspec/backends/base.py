@@ -222,6 +222,10 @@ class Runner(ABC):
     def keep_candidates(self, wanted: bool) -> None:  # noqa: B027  # a device that does not tell has them computed by whoever wants them
         """Whether outputs from now on should have candidates."""
 
+    def enlarge_page(self) -> bool:
+        """Make later passes read some weights faster, while nothing else is to do; return whether more is left. Takes milliseconds."""
+        return False
+
     def native_forward(self) -> NativeForward | None:
         """Return the forward pass for compiled code; None: this runner makes passes through `forward` alone."""
         return None

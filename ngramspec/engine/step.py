@@ -37,6 +37,7 @@ _NO_TOKENS = np.empty(0, np.int32)
 # While sequences decode, a pass with parts of prompts may take this many times as long as one without, so that tokens keep coming.
 PROMPT_STRETCH = 4.0
 LEAST_PROMPT_ROWS = 16  # rows that prompts get in a pass, however long it then takes
+IDLE_S = 0.01  # without a request, until weights are moved into large pages
 
 
 class Core:
@@ -63,6 +64,7 @@ class Core:
         """Called for the first sequence that is not greedy: returns once the functions that draw tokens have been compiled."""
         self.prefixes: PrefixStore | None = None
         """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
+        self._has_small_pages = True
         self._n_drafting = 0  # sequences that a draft was looked for in this step
         self._speculates = False
         self._has_drafts = False  # a sequence of this step may be drafted for
@@ -110,6 +112,24 @@ class Core:
         begun = [] if self.lacks_code else self.scheduler.running
         running = ((seq.slot, seq.tokens, seq.datastores) for seq in begun if seq.speculation)
         self.speculator.use_datastores(stores, running, ready)
+
+    @property
+    def idle_after_s(self) -> float | None:
+        """Seconds without a request after which `work_idle` has something to do; None if there is nothing."""
+        until_saving_s = None if self.prefixes is None else self.prefixes.idle_after_s
+        return IDLE_S if self._has_small_pages else until_saving_s
+
+    def work_idle(self) -> None:
+        """Do a few milliseconds of what can wait until there is no request."""
+        if self._has_small_pages:
+            self.enlarge_page()
+        elif self.prefixes is not None:
+            self.prefixes.save_some()
+
+    def enlarge_page(self) -> None:
+        """Move some weights into a large page of memory, if they are in small ones."""
+        if self._has_small_pages:
+            self._has_small_pages = self.runner.enlarge_page()
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""

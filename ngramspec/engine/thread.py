@@ -178,8 +178,9 @@ class StepThread:
             while self._wait():
                 if self.core.scheduler.has_work:
                     self._step()
-                elif self.core.prefixes is not None:
-                    self.core.prefixes.save_some()
+                    self.core.enlarge_page()
+                else:
+                    self.core.work_idle()
             if self.core.prefixes is not None:
                 self.core.prefixes.close()
         except BaseException as e:
@@ -223,8 +224,7 @@ class StepThread:
             while not (self._inbox or self.core.scheduler.has_work or self._closed):
                 if self._abandoned:
                     return False
-                idle_after_s = None if self.core.prefixes is None else self.core.prefixes.idle_after_s
-                if not self._wake.wait(idle_after_s):
+                if not self._wake.wait(self.core.idle_after_s):
                     break
             if self._closed:
                 return False

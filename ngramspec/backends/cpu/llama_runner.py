@@ -20,6 +20,7 @@ import numba
 import numpy as np
 
 from ngramspec.backends.base import Kept, Runner, RunnerOptions
+from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.formats import QuantFormat
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
@@ -175,6 +176,7 @@ def collect_policies(matrices: Iterable[Matrix]) -> dict[tuple[int, int], Packed
 
 class LlamaRunner(Runner):
     pool: KVPool
+    arena: Arena
     decoder: LlamaDecoder | None
     weight_map: WeightMap | None
     """What the model is made of, if it is computed in one call."""
@@ -196,7 +198,8 @@ class LlamaRunner(Runner):
         self.weight_map, self.shapes = weight_map, weight_map.kv_shapes()
         options.progress("packing weights")
         try:
-            self.decoder = weight_map.build(source, MatmulContext(self.precision == "int8", folder=options.code))
+            context = MatmulContext(self.precision == "int8", folder=options.code)
+            self.arena, self.decoder = context.arena, weight_map.build(source, context)
         except MemoryError as e:
             raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
         self.vocab_size = self.decoder.vocab_size
@@ -300,6 +303,9 @@ class LlamaRunner(Runner):
         if not 1 <= n_layers <= self.n_layers:
             raise ValueError(f"draft layers must be 1 to {self.n_layers}, the model's own, got {n_layers}")
         return lambda batch: self._run_layers(batch, 0, n_layers)
+
+    def enlarge_page(self) -> bool:
+        return self.arena.enlarge_page()
 
     def keep_states(self, wanted: bool) -> None:
         self._keep_states = wanted

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numba import get_num_threads, prange
 
+from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.codegen.kernels import Kernels
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH, QuantFormat, WeightFormat
-from ngramspec.backends.cpu.packing import Arena, PackedWeight
+from ngramspec.backends.cpu.packing import PackedWeight
 from ngramspec.datastore.code_cache import njit
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ module does not know who multiplies with them.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import get_num_threads
 
+from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.codegen.intrinsics import load_word, store_word
 from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat, count_panel_bytes, get_format
 from ngramspec.backends.cpu.iq_blocks import KINDS_OF_TABLES, unpack_blocks
@@ -53,35 +53,6 @@ class PackedWeight:
     @property
     def codes_at(self) -> int:
         return self.format.codes_at(self.n_blocks) if isinstance(self.format, QuantFormat) else 0
-
-
-# Shared pages, Python's default, belong to a file in memory, for which Linux makes no large ones unless it is told to (shmem_enabled).
-_PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-
-
-class Arena:
-    """Allocates memory for weights in large pages, if the system has them."""
-
-    PIECE = 256 << 20
-
-    def __init__(self) -> None:
-        self._free = np.empty(0, np.uint8)
-        self.n_bytes = 0
-
-    def take(self, n_bytes: int) -> np.ndarray:
-        """Take [n_bytes] uint8, zeros, at an address that is a multiple of 64. Raises MemoryError."""
-        n_bytes = -(-n_bytes // LINE) * LINE
-        if n_bytes > len(self._free):
-            try:
-                pages = mmap.mmap(-1, max(self.PIECE, n_bytes), **_PRIVATE)
-            except OSError as e:
-                raise MemoryError(f"{n_bytes} bytes for weights: {e}") from e
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            self._free = np.frombuffer(pages, np.uint8)
-        taken, self._free = self._free[:n_bytes], self._free[n_bytes:]
-        self.n_bytes += n_bytes
-        return taken
 
 
 def packed_bytes(kind: str, n_out: int, n_in: int) -> int:

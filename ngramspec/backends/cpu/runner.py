@@ -94,6 +94,7 @@ class CpuRunner(LlamaRunner):
         self.precision, self.kv_dtype = resolve_precision(options.precision, options.kv_dtype, is_quantised(source) and not options.plain)
         in_memory = in_memory and not is_quantised(source)  # else its weights are not those that will be multiplied
         self._context = MatmulContext(self.precision == "int8", folder=options.code)
+        self.arena = self._context.arena
         self.decoder, self.weight_map = None, None
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         kinds, texts = kinds_of_layers(model), texts_to_compare(model, options.max_len)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ngramspec.backends.cpu import packing
+from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.codegen.kernels import Kernels
 from ngramspec.backends.cpu.formats import QUANTISED, get_format
 from ngramspec.backends.cpu.kv_pool import KVPool
@@ -31,7 +32,7 @@ _SIZE = 32  # of hidden states, heads and vocabulary: one quant block
 def compile_packing() -> None:
     """Compile the functions that pack weights, or load them from disk."""
     for kind, row_bytes in (("Q8_0", 34), ("F32", 4 * _SIZE), ("F16", 2 * _SIZE)):
-        packing.pack(kind, (1, _SIZE), partial(_make_rows, row_bytes), packing.Arena())
+        packing.pack(kind, (1, _SIZE), partial(_make_rows, row_bytes), Arena())
 
 
 def _make_rows(n_bytes: int, first: int, end: int) -> np.ndarray:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from weights import EVERY, packed, random_weight, read_panels, reference_values, rows_of_kind
 
 from ngramspec.backends.cpu import packing
+from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.codegen.kernels import Kernels
 from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, WIDTH, PlainFormat, QuantFormat, count_panel_bytes, get_format
 from ngramspec.backends.cpu.iq_blocks import BLOCK_BYTES, KINDS_OF_TABLES
 from ngramspec.backends.cpu.matmul import unpack_rows
-from ngramspec.backends.cpu.packing import Arena, PackedWeight, packed_bytes
+from ngramspec.backends.cpu.packing import PackedWeight, packed_bytes
 from ngramspec.models.tensor_source import KINDS, row_bytes
 
 WIDTHS = {1: (1, 31, 32, 70), 32: (32, 96, 1056), 256: (256, 768)}
@@ -93,42 +89,6 @@ def test_large_matrices_are_read_piece_by_piece(kind: str, generic: Kernels, mon
     weight = packing.pack(kind, (150, 512), some, Arena())
     same_numbers(unpack_rows(generic, weight, np.arange(150)), reference_values(kind, rows))
     assert max(read) == 32
-
-
-@given(st.lists(st.integers(1, 3 << 20), min_size=1, max_size=30))
-@settings(max_examples=20, deadline=None)
-def test_memory_for_weights_is_given_once(sizes: list[int]) -> None:
-    arena = Arena()
-    arena.PIECE = 4 << 20  # type: ignore[misc]
-    taken = [arena.take(size) for size in sizes]
-    for i, memory in enumerate(taken):
-        assert memory.ctypes.data % LINE == 0
-        assert len(memory) >= sizes[i]
-        assert not memory.any()
-        memory[:] = 1 + i % 200
-    assert all((memory == 1 + i % 200).all() for i, memory in enumerate(taken))
-    assert arena.n_bytes == sum(map(len, taken))
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux describes its mappings")
-def test_memory_for_weights_may_lie_in_large_pages() -> None:
-    """Pages that are shared are not made large, whatever was asked for them."""
-    weights = Arena().take(1000)
-    address, flags = weights.ctypes.data, set[str]()
-    here = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            here = int(bounds[1], 16) <= address < int(bounds[2], 16)
-        elif here and line.startswith("VmFlags:"):
-            flags = set(line.split()[1:])
-    assert "rd" in flags
-    assert "sh" not in flags
-    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
-
-
-def test_memory_that_there_is_not() -> None:
-    with pytest.raises(MemoryError, match=f"{1 << 60} bytes for weights"):
-        Arena().take(1 << 60)
 
 
 @pytest.mark.parametrize("fmt", [*QUANTISED.values(), *PlainFormat])

@@ -12,12 +12,13 @@ import numpy as np
 from block_factors import write_factors
 from numba import njit
 
+from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.codegen.activations import LEAST
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.codegen.kernels import N_ARGUMENTS, Kernels
 from ngramspec.backends.cpu.formats import DEPTH, LINE, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat
 from ngramspec.backends.cpu.matmul import quantise_row
-from ngramspec.backends.cpu.packing import Arena, PackedWeight, pack
+from ngramspec.backends.cpu.packing import PackedWeight, pack
 from ngramspec.models.tensor_source import KINDS, dequantise
 
 FACTORS = {
