@@ -217,6 +217,15 @@ AT_THE_CURSOR: dict[str, tuple[str, dict[str, Any]]] = {
          "prompt": "def f(", "n_predict": 4, "n_indent": 0, "top_k": 40, "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"],
          "stream": False, "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000, "response_fields": ["content"]},
     ),
+    "zed, predictions": (  # by an OpenAI-compatible API, with the format that the model's name stands for
+        "/v1/completions",
+        {
+            "model": "qwen2.5-coder:1.5b",
+            "prompt": "<|fim_prefix|>def f(<|fim_suffix|>\n<|fim_middle|>",
+            "max_tokens": 4,
+            "stop": ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"],
+        },
+    ),
     "minuet": ("/v1/completions", {"model": "m", "prompt": "def f(", "suffix": "\n", "max_tokens": 4, "top_p": 0.9, "stream": True}),
     "tabby": ("/completion", {"prompt": QWEN, "stop": ["\n\n"], "n_predict": 4, "temperature": 0.1, "seed": 1, "stream": True}),
     "twinny": ("/completion", {"prompt": QWEN, "stream": True, "temperature": 0.2, "n_predict": 4}),

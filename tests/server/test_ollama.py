@@ -105,7 +105,11 @@ def test_what_clients_ask_of_models(client: httpx.Client, server: Server) -> Non
     for asked in ({"model": name}, {"name": f"{name}:latest"}):
         shown = client.post("/api/show", json=asked).json()
         assert shown["capabilities"] == ["completion", "tools"]
-        assert shown["model_info"]["llama.context_length"] == server.engine.max_model_len
+        assert shown["model_info"] == {
+            "general.architecture": "llama",
+            "general.basename": name,
+            "llama.context_length": server.engine.max_model_len,
+        }
     for path in ("/api/embed", "/api/embeddings"):
         refused = client.post(path, json={"model": name, "input": ["a"]})
         assert refused.status_code == 400
@@ -169,6 +173,19 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             "options": {"num_ctx": 16384, "num_predict": None, "stop": [], "temperature": 1.0, "top_p": None},
             "think": False,
             "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}],
+        },
+    ),
+    "zed, a prediction": (  # crates/edit_prediction: the model's format is chosen by its name
+        "/api/generate",
+        {
+            "prompt": "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>",
+            "raw": True,
+            "stream": False,
+            "options": {
+                "num_predict": 4,
+                "temperature": 0.2,
+                "stop": ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "[PREFIX]", "<PRE>"],
+            },
         },
     ),
     "continue": (  # core/llm/llms/Ollama.ts: a completion at the cursor

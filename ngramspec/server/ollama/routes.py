@@ -124,7 +124,11 @@ class _Models:
             "parameters": "",
             "template": "{{ .Prompt }}",  # Ollama's are Go's; this model's own is applied here, and `raw` asks for none
             "details": self._details,
-            "model_info": {"general.architecture": family, f"{family}.context_length": self._engine.max_model_len},
+            "model_info": {
+                "general.architecture": family,
+                "general.basename": self._engine.name,  # under which Copilot lists it
+                f"{family}.context_length": self._engine.max_model_len,
+            },
             "capabilities": capabilities,
             "modified_at": self._started,
         }

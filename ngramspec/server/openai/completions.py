@@ -46,6 +46,7 @@ def make_router(state: ServerState) -> APIRouter:
         "owned_by": "ngramspec",
         "max_model_len": engine.max_model_len,
         "parent": None,
+        "meta": {"n_ctx": engine.max_model_len, "n_vocab": engine.vocab_size},
     }
     of_model |= {"type": "model", "created_at": now.isoformat()}
     of_model |= {"aliases": list(state.names), "tags": list(state.settings.tags)}

@@ -276,6 +276,13 @@ class ChatResponse(_Answer):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
+class ModelMeta(BaseModel):
+    """What llama.cpp tells of a model; llama.vscode takes a server that has this for llama.cpp's, and asks `/props`."""
+
+    n_ctx: int
+    n_vocab: int
+
+
 class Model(BaseModel):
     """The model, with the fields of vLLM, llama.cpp and Anthropic beside OpenAI's."""
 
@@ -288,6 +295,7 @@ class Model(BaseModel):
     max_model_len: int
     aliases: list[str]
     tags: list[str]
+    meta: ModelMeta
     type: Literal["model"]
     display_name: str
     created_at: str
