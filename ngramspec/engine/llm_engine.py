@@ -136,7 +136,7 @@ class Engine:
             drafts = assembly.speculator(config, bound.runner, bound.cost, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
             if bound.code is not None:
-                core.lacks_code, core.wait_for_sampling = True, partial(bound.code.wait, *SAMPLING)
+                core.lacks_code = core.lacks_sampling = True
             core.prefixes = assembly.open_prefix_store(config, bound.runner)
             if stores:
                 core.use_datastores(stores)
@@ -673,15 +673,17 @@ class Engine:
         self._speculates.wait()
 
     def _begin_speculation(self, code: BackgroundCompiler) -> None:
-        """Draft as soon as the code for it has been compiled; until then passes are plain, with the same texts."""
+        """Draw tokens, and draft, as soon as the code for it has been compiled; until then passes are plain, with the same texts."""
 
         def begin() -> None:
             if (forward := self.runner.native_forward()) is not None:
                 native_steps.compile_steps(forward, self.runner.pool)
             self.core.begin_speculation()
 
-        code.wait(*STAGES)
         try:
+            code.wait(*SAMPLING)
+            self._thread.call(self.core.begin_sampling)
+            code.wait(*STAGES)
             if not self.closed:
                 warm_up()
                 self._thread.call(begin)

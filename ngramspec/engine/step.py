@@ -60,8 +60,8 @@ class Core:
         self.drafts_forced_tokens = True
         self.lacks_code = False
         """Whether drafting and native steps are still being compiled: passes are plain until `begin_speculation`."""
-        self.wait_for_sampling: Callable[[], None] = lambda: None
-        """Called for the first sequence that is not greedy: returns once the functions that draw tokens have been compiled."""
+        self.lacks_sampling = False
+        """Whether the functions that draw tokens are still being compiled: sequences that need them are not to be added (`can_run`)."""
         self.prefixes: PrefixStore | None = None
         """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
         self._has_small_pages = True
@@ -100,6 +100,10 @@ class Core:
             self.runner.keep_states(wanted)
             self._keeps_states = wanted
 
+    def begin_sampling(self) -> None:
+        """Let sequences draw tokens from now on: the code for it has been compiled."""
+        self.lacks_sampling = False
+
     def begin_speculation(self) -> None:
         """Draft and make native steps from the next step on, for running sequences too: their code has been compiled."""
         self.lacks_code = False
@@ -131,10 +135,12 @@ class Core:
         if self._has_small_pages:
             self._has_small_pages = self.runner.enlarge_page()
 
+    def can_run(self, seq: Sequence) -> bool:
+        """Return whether the functions that choose its tokens have been compiled."""
+        return not self.lacks_sampling or (seq.sampler.greedy and seq.sampler.is_stateless)
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
-        if self.lacks_code and not (seq.sampler.greedy and seq.sampler.is_stateless):
-            self.wait_for_sampling()
         seq.speculation = seq.speculation and self.speculator.active
         self.scheduler.add(seq)
 

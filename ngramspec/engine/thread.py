@@ -41,7 +41,8 @@ class StepThread:
         self._unfinished: set[Request] = set()
         self._request_of: dict[Sequence, Request] = {}
         self._gained: list[tuple[Request, Sequence]] = []  # sequences whose tokens of the last pass have not been delivered
-        self._n_arriving = 0  # sequences of requests that the thread has not seen
+        self._held: dict[Request, None] = {}  # requests whose tokens are drawn, while the code for that is being compiled
+        self._n_arriving = 0  # sequences of requests that the thread has not seen, or holds
         self._wake = threading.Condition()
         self._interrupt = np.zeros(1, np.int64)
         """1: native steps end after the present one, since a message waits."""
@@ -233,6 +234,10 @@ class StepThread:
             self._interrupt[0] = 0
         for message in messages:
             message()
+        if self._held and not self.core.lacks_sampling:
+            held, self._held = self._held, {}
+            for request in held:
+                self._add(request)
         return True
 
     def _step(self) -> None:
@@ -269,6 +274,9 @@ class StepThread:
                 self._unfinished.discard(request)
 
     def _add(self, request: Request) -> None:
+        if not all(map(self.core.can_run, request.seqs)):
+            self._held[request] = None
+            return
         with self._wake:
             self._n_arriving -= len(request.seqs)
         for seq in request.seqs:
@@ -277,10 +285,15 @@ class StepThread:
 
     def _cancel(self, request: Request) -> None:
         self._flush()
+        if is_held := request in self._held:
+            del self._held[request]
+            with self._wake:
+                self._n_arriving -= len(request.seqs)
         for seq in request.seqs:
-            if seq in self._request_of:
+            is_known = self._request_of.pop(seq, None) is not None
+            if is_known:
                 self.core.remove(seq)
-                del self._request_of[seq]
+            if is_known or is_held:
                 seq.finish("cancelled")
                 self._gained.append((request, seq))
         self._flush()

@@ -21,6 +21,7 @@ from ngramspec.datastore import code_cache
 from ngramspec.engine import background_compiler
 from ngramspec.engine.background_compiler import CompiledFor
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.errors import EngineClosedError
 from ngramspec.outputs import Delta
 
 _COMPLETE = """
@@ -125,17 +126,32 @@ def test_texts_are_the_same_when_speculation_joins(path: Path, temperature: floa
 
 @pytest.mark.parametrize(
     ("options", "waits"),
-    [({}, 0), ({"stop": ["x"]}, 0), ({"temperature": 0.8}, 1), ({"repetition_penalty": 1.2}, 1)],
+    [({}, False), ({"stop": ["x"]}, False), ({"temperature": 0.8}, True), ({"repetition_penalty": 1.2}, True)],
 )
-def test_a_request_that_changes_or_draws_waits_for_sampling(path: Path, options: dict[str, Any], waits: int) -> None:
+def test_a_request_that_changes_or_draws_waits_for_sampling(path: Path, options: dict[str, Any], waits: bool) -> None:
     with Engine(str(path)) as engine:
-        waited = list[int]()
-        engine.core.lacks_code, engine.core.wait_for_sampling = True, lambda: waited.append(1)
-        engine.complete([1, 2, 3], SamplingParams(max_tokens=4, **options))
-        assert len(waited) == waits
-        engine.core.begin_speculation()
-        engine.complete([1, 2, 3], SamplingParams(max_tokens=4, **options))
-        assert len(waited) == waits
+        engine.core.lacks_code = engine.core.lacks_sampling = True
+        request = engine.submit([1, 2, 3], SamplingParams(max_tokens=4, **options))
+        assert len(engine.complete([1, 2, 3], SamplingParams(max_tokens=4)).token_ids) == 4, "others go on"
+        assert request.done is not waits
+        assert engine.status().waiting == waits
+        engine.core.begin_sampling()
+        engine.complete([1], SamplingParams(max_tokens=1))
+        assert len(request.result().token_ids) == 4
+        assert engine.status().waiting == 0
+
+
+def test_what_waits_for_sampling_can_be_cancelled(path: Path) -> None:
+    with Engine(str(path)) as engine:
+        engine.core.lacks_code = engine.core.lacks_sampling = True
+        requests = [engine.submit([1, 2, 3], SamplingParams(max_tokens=4, temperature=1.0, n=2)) for _ in range(50)]
+        assert engine.status().waiting == 100
+        for request in requests[1:]:
+            request.cancel()
+            assert [choice.finish_reason for choice in request.result(10).choices] == ["cancelled"] * 2
+        assert engine.status().waiting == 2
+    with pytest.raises(EngineClosedError):
+        requests[0].result()
 
 
 def test_stages_of_the_children_are_all_stages() -> None:
