@@ -127,10 +127,17 @@ def check_device(config: EngineConfig) -> DeviceConfig:
 
 
 def bind(
-    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig, device: DeviceConfig, progress: Progress, modules: bool = False
+    model: str | PreTrainedModel,
+    tokenizer: Any,
+    config: EngineConfig,
+    device: DeviceConfig,
+    progress: Progress,
+    modules: bool = False,
+    compiling: Callable[[background_compiler.BackgroundCompiler], None] = lambda _: None,
 ) -> BoundModel:
     """Load a model, bind it and measure it, in the thread that is to run it. `modules`: its runner is to have transformers' modules.
 
+    `compiling` is given what compiles beside, if anything does: once somebody closes that, loading ends at the next `progress` that raises.
     Raises what `models.loader.load_model` and the device's runner raise (see `errors`).
     """
 
@@ -144,6 +151,8 @@ def bind(
         numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
         code = background_compiler.start_compiling(_guess_compiled(model, config, device), progress) if device.device == "cpu" else None
         try:
+            if code is not None:
+                compiling(code)
             return _bind(_Start(model, tokenizer, config, device, progress, code), modules)
         except BaseException:
             if code is not None:
@@ -167,6 +176,8 @@ class _Start:
         """Wait until these stages of `background_compiler` have been compiled."""
         if self.code is not None:
             self.code.wait(*stages)
+            if self.code.is_closed:
+                self.progress("compiling")  # raises if the caller was interrupted
 
     def limit_length(self, trained: int) -> int:
         """Return the longest text for a model that was trained for texts of `trained` tokens. Raises InvalidInputError."""

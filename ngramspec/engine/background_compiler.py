@@ -133,6 +133,10 @@ class BackgroundCompiler:
             threading.Thread(target=self._compile, args=(child, names), name="ngramspec-compiling", daemon=True).start()
 
     @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
     def n_done(self) -> int:
         return sum(event.is_set() for event in self._done.values())
 

@@ -130,7 +130,11 @@ class Engine:
                 if progress is not None:
                     progress(stage)
 
-            bound = assembly.bind(model, tokenizer, config, device, report, modules=bool(drafters or alone))
+            def end_with_caller(code: BackgroundCompiler) -> None:
+                thread.end_loading = code.close
+                thread.check_open()
+
+            bound = assembly.bind(model, tokenizer, config, device, report, bool(drafters or alone), end_with_caller)
             for store in stores.values():
                 check_store(store, bound.encoding, bound.name)
             drafts = assembly.speculator(config, bound.runner, bound.cost, drafters, alone)

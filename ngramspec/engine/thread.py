@@ -48,6 +48,8 @@ class StepThread:
         """1: native steps end after the present one, since a message waits."""
         self._closed = self._abandoned = self._ended = False
         self._process = os.getpid()
+        self.end_loading: Callable[[], None] = lambda: None
+        """Called if the caller is interrupted while `make` runs."""
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, ready), name="ngramspec-engine", daemon=True)
         self._thread.start()
@@ -57,6 +59,7 @@ class StepThread:
             with self._wake:
                 self._closed = self._abandoned = True
                 self._wake.notify()
+            self.end_loading()
             raise
 
     @property

@@ -66,6 +66,35 @@ assert sum("uint16" in str(types) for types in attention.attend_piece.signatures
 """
 
 
+_INTERRUPTED = """
+import os, signal, subprocess, sys, threading, time
+from ngramspec import Engine
+
+class Child(subprocess.Popen):
+    made = []
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.made.append(self)
+
+def interrupt():
+    while len(Child.made) < 2:
+        time.sleep(0.05)
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+subprocess.Popen = Child
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    Engine(sys.argv[1])
+except KeyboardInterrupt:
+    at = time.monotonic()
+    while any(each.poll() is None for each in Child.made):
+        time.sleep(0.05)
+    print("\\n", time.monotonic() - at, flush=True)
+    os._exit(0)
+"""
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gguf.write(tmp_path_factory.mktemp("model") / "tiny.gguf", "qwen2", "Q4_K", std=0.1)
@@ -77,6 +106,13 @@ def complete(path: Path, cache: Path) -> tuple[list[str], list[str]]:
     run = subprocess.run([sys.executable, "-c", _COMPLETE, str(path)], capture_output=True, check=True, env=environment)
     *text, names = run.stdout.decode(errors="replace").splitlines()
     return text, json.loads(names)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there, no signal is an interrupt")
+def test_an_interrupt_ends_the_compilers_at_once(path: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "NGRAMSPEC_CACHE": str(tmp_path / "ngramspec")}
+    run = subprocess.run([sys.executable, "-c", _INTERRUPTED, str(path)], capture_output=True, check=True, env=environment)
+    assert float(run.stdout.split()[-1]) < 2
 
 
 def test_a_start_calls_nothing_but_what_is_compiled_ahead(path: Path) -> None:
