@@ -302,6 +302,15 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         _PRE | _SPLIT | {f"attn_{name}.weight": (_Q, HIDDEN) for name in "kv"} | _HEAD_NORMS | _OUT | _GATED | _BESIDE | _CORRECTION,
         {key: value for key, value in _GLM4_MOE_KEYS.items() if key != "rope.dimension_count"} | {"attention.head_count_kv": HEADS}, True,
     ),
+    "olmo": ("olmo", _SPLIT | _OUT | _GATED, _LAYER_NORM | {"attention.clamp_kqv": 1.5}, True),
+    **{
+        f"gptneox{name}": (
+            "gptneox", _PRE | {"attn_qkv.weight": (3 * _Q, HIDDEN), "attn_qkv.bias": (3 * _Q,)} | _OUT | _PLAIN | _STAR_BIAS,
+            _LAYER_NORM | {"rope.dimension_count": HEAD_DIM // 4, "attention.head_count_kv": HEADS, "use_parallel_residual": parallel},
+            True,
+        )
+        for name, parallel in (("", True), (", in turns", False))
+    },
     "olmo2": ("olmo2", _POST | _SPLIT | _OUT | _GATED | {"attn_q_norm.weight": (_Q,), "attn_k_norm.weight": (_KV,)}, {}, True),
     "olmo3": (
         "olmo2",
@@ -545,6 +554,8 @@ def write(
     whole: Shapes = {"token_embd.weight": (VOCAB, HIDDEN), f"{last_norm}.weight": (HIDDEN,)}
     if "attention.layer_norm_epsilon" in keys and "attn_norm.bias" in layer:
         whole["output_norm.bias"] = (HIDDEN,)
+    if architecture == "olmo":  # norms have no weights
+        del whole["output_norm.weight"]
     if architecture == "starcoder":
         whole["position_embd.weight"] = (256, HIDDEN)
     if architecture == "phi2":

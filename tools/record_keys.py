@@ -21,7 +21,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "models" / "llama_keys.json"
 VALUES: dict[str, list[Any]] = {
-    "attention.causal": [False], "attention.head_count": [2, 8], "attention.head_count_kv": [1, 4], "attention.key_length": [8, 32],
+    "attention.causal": [False], "attention.clamp_kqv": [2.0, 0.0],
+    "attention.head_count": [2, 8], "attention.head_count_kv": [1, 4], "attention.key_length": [8, 32],
     "attention.key_length_mla": [32], "attention.key_length_swa": [8], "attention.kv_lora_rank": [16],
     "attention.layer_norm_epsilon": [0.1], "attention.layer_norm_rms_epsilon": [0.1], "attention.q_lora_rank": [16],
     "attention.recurrent_layers": [[True, False] * 4],
@@ -44,7 +45,8 @@ VALUES: dict[str, list[Any]] = {
     "rope.scaling.finetuned": [True, False], "rope.scaling.original_context_length": [8, 32],
     "rope.scaling.type": ["none", "linear", "yarn", "longrope"], "rope.scaling.yarn_beta_fast": [4.0], "rope.scaling.yarn_beta_slow": [2.0],
     "rope.scaling.yarn_log_multiplier": [0.05, 0.3, 0.0], "shortconv.l_cache": [4], "ssm.conv_kernel": [3], "ssm.group_count": [1, 4],
-    "ssm.inner_size": [32], "ssm.state_size": [8], "ssm.time_step_rank": [2], "vocab_size": [200, 320],
+    "ssm.inner_size": [32], "ssm.state_size": [8], "ssm.time_step_rank": [2], "use_parallel_residual": [True, False],
+    "vocab_size": [200, 320],
 }  # fmt: skip
 _READ = re.compile(r"ml\.get_(?:key|key_or_arr|arr|arr_n)\(\s*LLM_KV_(\w+)")
 _WORKER = """

@@ -37,7 +37,8 @@ class Architecture:
     prefix: str = "model.layers"
     rules: Mapping[str, str] = field(default_factory=dict)
     """Rules by stems; "interleaved": the heads of queries or keys have their pairs side by side; "halved": they have not, if the config
-    says so, though transformers has; "in turns": see `TensorUse`."""
+    says so, though transformers has; "by heads": queries, keys and values alternate in transformers;
+    "in turns": see `TensorUse`."""
     divided: Mapping[str, str] = field(default_factory=dict)
     """Projections of Qwen3-Next by the stems of tensors: see `qwen3_next.list_parts`."""
     head: Mapping[str, str] = field(default_factory=dict)
@@ -226,6 +227,11 @@ _GPT2 = {
 _GPT2_WHOLE = {
     "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head",
 }  # fmt: skip
+_GPT_NEOX = {
+    "attn_norm": "input_layernorm", "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense",
+    "ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+_GPT_NEOX_WHOLE = {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "lm_head"}
 _PER_LAYER_WHOLE = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
@@ -320,6 +326,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"ffn_gate_inp": "mlp.router"},
         rules={"ffn_gate_exps": "in turns", "ffn_down_exps": "transposed"},
         configure=configs.read_gpt_oss,
+    ),
+    "gptneox": Architecture(
+        model_type="gpt_neox",
+        layer=_GPT_NEOX,
+        whole=_GPT_NEOX_WHOLE,
+        prefix="gpt_neox.layers",
+        rules={"attn_qkv": "by heads"},
+        rms_epsilon=False,
+        configure=layer_norms.read_gptneox,
     ),
     "granite": Architecture(model_type="granite", layer=_LLAMA, rules=_PAIRS, configure=configs.read_granite),
     "hunyuan-dense": Architecture(
@@ -419,6 +434,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rms_epsilon=False,
         configure=layer_norms.read_nemotron,
     ),
+    "olmo": Architecture(model_type="olmo", layer=_ATTENTION | _MLP, rules=_PAIRS, rms_epsilon=False, configure=layer_norms.read_olmo),
     "olmo2": Architecture(model_type="olmo2", layer=_OLMO2, configure=configs.read_olmo2),
     "olmoe": Architecture(model_type="olmoe", layer=_NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS, configure=configs.read_olmoe),
     "phi2": Architecture(

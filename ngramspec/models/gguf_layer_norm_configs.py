@@ -28,6 +28,24 @@ def read_stablelm(metadata: GgufMetadata, config: Config) -> Config:
     return read_layer_norms(metadata, config) | {"use_qkv_bias": metadata.has_attention_bias()}
 
 
+def read_olmo(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of OLMo (1), whose norms have neither weights nor another epsilon."""
+    if abs((eps := metadata.get_float("attention.layer_norm_epsilon")) - 1e-5) > 1e-9:
+        raise metadata.make_refusal("attention.layer_norm_epsilon", eps, "1e-5")
+    return read_llama(metadata, config) | {"clip_qkv": metadata.get_float("attention.clamp_kqv", 0.0) or None}
+
+
+def read_gptneox(metadata: GgufMetadata, config: Config) -> Config:
+    """Read GPT-NeoX's config. GELU is approximated by tanh, as in llama.cpp."""
+    found, n_heads = read_layer_norms(metadata, config), config["num_attention_heads"]
+    if (kv := found.pop("num_key_value_heads")) != n_heads:
+        raise metadata.make_refusal("attention.head_count_kv", kv, str(n_heads))
+    if (size := config["head_dim"]) * n_heads != config["hidden_size"]:
+        raise metadata.make_refusal("attention.key_length", size, "embedding_length / attention.head_count")
+    is_parallel = not metadata.is_stated("use_parallel_residual", False)
+    return found | {"use_parallel_residual": is_parallel, "hidden_act": "gelu_pytorch_tanh"}
+
+
 def read_starcoder(metadata: GgufMetadata, config: Config) -> Config:
     """Read the config of StarCoder (1), whose heads of queries share one of keys."""
     if (kv := metadata.get_same("attention.head_count_kv", config["num_attention_heads"])) != 1:

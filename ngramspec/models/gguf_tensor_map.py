@@ -140,6 +140,9 @@ def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str
     rule = row.rules.get(stem, "same")
     if rule in ("transposed", "minus one") and kind == "bias":
         rule = "same"
+    if rule == "by heads":
+        n, size = config["hidden_size"], config["head_dim"]
+        return TensorUse(name, "divided", 1, parts=tuple((at, at + size) for h in range(0, n, size) for at in (h, n + h, 2 * n + h)))
     n_halved = config.get("halved_rows", 0)
     if rule == "halved" and not n_halved:
         rule = "same"

@@ -368,6 +368,9 @@ def apply_rule(file: Gguf, files: dict[Path, WeightFile], use: TensorUse, shape:
     there = (*plain.shape[:-2], *plain.shape[:-3:-1]) if rule == "transposed" else plain.shape
     if len(shape) == 1 and KINDS[plain.kind][0] == 1:
         there = (math.prod(there),)
+    if rule == "divided" and shape == there == (count_divided_rows(1, use.parts),):
+        rows = np.concatenate([np.arange(*part) for part in use.parts])
+        return ComputedTensor(kind="F32", shape=shape, stored=plain, compute=lambda x: x[rows])
     if rule == "divided" and shape == (count_divided_rows(use.heads, use.parts), there[-1]):
         return DividedTensor(kind=plain.kind, shape=shape, stored=plain, n_groups=use.heads, parts=use.parts)
     if rule == "repeated":

@@ -28,10 +28,10 @@ RECORD = json.loads((Path(__file__).parent / "logits.json").read_text())
 ROUNDING, ROUNDED_GELU = 3e-5, 1e-3
 ROUNDED_ROWS = 5e-2  # activations of 8 bits, for experts in quant blocks
 OTHER_VARIANCE = 1e-2  # of 1,024 numbers, which llama.cpp divides by 1,023: with 1,023 here it is 1e-3, as with GELU elsewhere
-GELU, QUANTISED = ("gemma", "starcoder", "codeshell", "phi2"), "mxfp4"
+GELU, QUANTISED = ("gemma", "starcoder", "codeshell", "phi2", "gptneox"), "mxfp4"
 # An activation with numbers of every layer, four streams of hidden states, gates by softplus, values smaller than keys, positions with an
-# embedding of their own.
-BY_MODULES = ("apertus", "gemma3n", "laguna", "laguna, full", "mimo2", "starcoder")
+# embedding of their own, keys and values in one matrix with queries by heads, norms without weights.
+BY_MODULES = ("apertus", "gemma3n", "gptneox", "gptneox, in turns", "laguna", "laguna, full", "mimo2", "olmo", "starcoder")
 LATENT = ("deepseek2, older", "deepseek2, groups", "mistral4")
 MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe")
 
@@ -102,6 +102,8 @@ def test_every_matrix_may_be_of_another_type(case: str, tmp_path: Path) -> None:
         "gemma3n",
         "laguna",
         "mimo2",
+        "olmo",
+        "gptneox",
         "starcoder",
         "phi2",
         "stablelm",
