@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ngramspec.backends.cpu.arena import make_zeros
 from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import OutOfMemoryError
 from ngramspec.kv_cache.blocks import BlockTables
@@ -67,8 +68,7 @@ class KVPool(BlockTables):
         super().__init__(n_blocks, max_seqs, max_len)
         sizes, value_sizes = ([n_blocks * h * (n or d) * BLOCK for h, d in shapes] for n in (0, value_dim))
         try:
-            # zeros: pages are taken from the system as they are first written
-            keys, values = np.zeros(sum(sizes), dtype), np.zeros(sum(value_sizes), dtype)
+            keys, values = make_zeros(sum(sizes), dtype), make_zeros(sum(value_sizes), dtype)
         except MemoryError as e:
             raise OutOfMemoryError(
                 f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes, dtype, value_dim) >> 20} MiB) does not fit in memory"
