@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.papers.beam import BeamOptions, BeamSearch, Ended
 from ngramspec.speculative.base import Speculator
 from ngramspec.speculative.proposer import TreeProposer
+from ngramspec.tokenizer.detokenizer import TextStream
 
-__all__ = ["BeamOptions", "search_beams"]
+__all__ = ["BeamOptions", "decode_output", "search_beams"]
 
 
 def search_beams(
@@ -69,3 +71,12 @@ def search_beams(
         search.stopped = True  # if the caller was interrupted, it goes no further
         raise
     return search.ended
+
+
+def decode_output(tokenizer: Any, prompt: np.ndarray, tokens: list[int], stop_ids: frozenset[int]) -> str:
+    """Return the text of an output, without a stop token at its end; "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    stream = TextStream(tokenizer, prompt.tolist())
+    worded = tokens[:-1] if tokens[-1] in stop_ids else tokens
+    return "".join([*map(stream.push, worded), stream.finish()])
