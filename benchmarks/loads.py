@@ -46,6 +46,7 @@ from ngramspec.backends.base import Output
 from ngramspec.engine.native_steps import NativeResult
 from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
+from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.proposer import TreeProposer
@@ -282,7 +283,7 @@ def busy() -> Iterator[None]:
 def settle(contender: LoadedEngine, prompts: list[Prompt]) -> None:
     """Let `SETTLED` passes with drafts teach it what they take."""
     engine = contender.engine
-    engine.use(speculator=TreeProposer(vocab_size=engine.vocab_size))
+    engine.use(speculator=TreeProposer(DraftOptions(vocab_size=engine.vocab_size)))
     before = engine.core.n_passes
     for prompt in prompts:
         if engine.core.n_passes - before >= SETTLED:
@@ -305,7 +306,7 @@ def cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: a
     for n in range(rounds):
         for each in contenders:
             engine = each.engine
-            speculator = TreeProposer(vocab_size=engine.vocab_size, max_seqs=max_seqs(args))
+            speculator = TreeProposer(DraftOptions(vocab_size=engine.vocab_size, max_seqs=max_seqs(args)))
             if each.name == "store":
                 speculator.use_datastores(engine.datastores, [])
             engine.use(speculator=speculator)

@@ -22,7 +22,7 @@ from ngramspec.backends.base import Runner
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span
-from ngramspec.speculative.base import DRAFT_DEFAULTS, DraftParams, PassTopK
+from ngramspec.speculative.base import DRAFT_DEFAULTS, DraftOptions, DraftParams, PassTopK
 from ngramspec.speculative.budget.cost_model import CostModel, Load
 from ngramspec.speculative.ngram_table import LADDER, REACH
 from ngramspec.speculative.proposer import TreeProposer
@@ -141,7 +141,8 @@ class FixedLength(TreeProposer):
     """Drafts as the engine's peers make them: a chain of as many tokens as asked for, wherever the text itself knows how to go on."""
 
     def __init__(self, length: int, *, vocab_size: int, max_seqs: int) -> None:
-        super().__init__(vocab_size=vocab_size, max_seqs=max_seqs, spec_length=length, spec_rows=length, answers=0, recycle=False)
+        options = DraftOptions(vocab_size=vocab_size, max_seqs=max_seqs, spec_length=length, spec_rows=length, answers=0, recycle=False)
+        super().__init__(options)
         self.length, self.texts = length, dict[int, np.ndarray]()
 
     def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:

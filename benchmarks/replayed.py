@@ -19,7 +19,7 @@ from benchmarks.our_engine import make_chain
 from benchmarks.recordings import RecordedText
 from ngramspec.datastore import Datastore
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.base import DraftParams, PassTopK, SequenceInfo
+from ngramspec.speculative.base import DraftOptions, DraftParams, PassTopK, SequenceInfo
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
 from ngramspec.speculative.proposer import ANSWERS, HISTORY, TreeProposer
 
@@ -101,13 +101,15 @@ def make_proposer(
     if stored is not None:
         stored.wait_until_loaded()
     return TreeProposer(
-        vocab_size=vocab_size or 2**31 - 1,
-        max_seqs=1,
-        spec_rows=MAX_ROWS,
-        recycle=vocab_size > 0,
-        answers=ANSWERS if answers else 0,
+        DraftOptions(
+            vocab_size=vocab_size or 2**31 - 1,
+            max_seqs=1,
+            spec_rows=MAX_ROWS,
+            recycle=vocab_size > 0,
+            answers=ANSWERS if answers else 0,
+            **more,
+        ),
         datastore=stored,
-        **more,
     )
 
 

@@ -36,6 +36,7 @@ from benchmarks.peers import TimedRun
 from ngramspec import Engine, Grammar, SamplingParams
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.sampling.sampler import apply_mask
+from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.tokenizer.encode import Encoding
 
@@ -135,7 +136,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         engine.compile_grammar(each.grammar)  # once for each form of answer, not for each request
 
     def ours(speculation: bool, forced: bool) -> OurEngine:
-        drafts = TreeProposer(vocab_size=engine.vocab_size, max_seqs=64)  # nothing that one has learned helps another
+        drafts = TreeProposer(DraftOptions(vocab_size=engine.vocab_size, max_seqs=64))  # nothing that one has learned helps another
         return OurEngine(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, drafts_forced_tokens=forced)
 
     contenders = {"off": ours(False, False), "without": ours(True, False), "on": ours(True, True)}

@@ -47,7 +47,7 @@ from numba import njit
 
 from benchmarks.common import describe_machine, print_document, print_table
 from ngramspec.speculative import features, ngram_table, proposer, tree_builder
-from ngramspec.speculative.base import DraftParams
+from ngramspec.speculative.base import DraftOptions, DraftParams
 from ngramspec.speculative.feature_weights import make_cold_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
 
@@ -273,7 +273,7 @@ def follow(tables: proposer.TreeProposer, t: Made, ends: int, position: int, ext
 def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
     """Return the samples of all traces. `weights` only say which candidate counts as the predicted one."""
     parts = []
-    tables = proposer.TreeProposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
+    tables = proposer.TreeProposer(DraftOptions(vocab_size=vocab_size, max_seqs=1), weights=weights)
     position = 0
     for t in traces:
         tables.begin(0, t.prompt, DraftParams(prediction=t.prediction, tenant=str(t.session)))

@@ -38,7 +38,7 @@ from ngramspec.cli.datastore import load_tokenizer_backend
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
 from ngramspec.speculative import features, proposer, tree_builder
-from ngramspec.speculative.base import DraftParams
+from ngramspec.speculative.base import DraftOptions, DraftParams
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
@@ -117,7 +117,7 @@ def trees_of(drafter: SuffixDrafter, trace: Made) -> ExternalTrees:
 def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
     """Return the samples of all positions with a match in a datastore."""
     parts = []
-    tables = proposer.TreeProposer(vocab_size=vocab_size, max_seqs=1, weights=weights)
+    tables = proposer.TreeProposer(DraftOptions(vocab_size=vocab_size, max_seqs=1), weights=weights)
     position = 0
     for t in traces:
         tenant = str(t.session) if t.session % 2 else None

@@ -33,7 +33,7 @@ from ngramspec.engine.acceptance import acceptance
 from ngramspec.outputs import KEPT
 from ngramspec.papers.count_drafter import Counts
 from ngramspec.papers.registry import make_drafter
-from ngramspec.speculative.base import CanDraw, Drafter, Speculator
+from ngramspec.speculative.base import CanDraw, Drafter, DraftOptions, Speculator
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
 from ngramspec.speculative.proposer import SPEC_LENGTH, SPEC_ROWS, TreeProposer
 from ngramspec.speculative.single import SingleDrafter
@@ -109,7 +109,7 @@ class Bench:
             similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
             if similar is not None:
                 similar.wait_until_loaded()
-            return TreeProposer(vocab_size=V, max_seqs=MAX_SEQS, datastore=similar, **options)
+            return TreeProposer(DraftOptions(vocab_size=V, max_seqs=MAX_SEQS, **options), datastore=similar)
 
         found: dict[str, Make] = {
             MERGED: merged,

@@ -37,7 +37,7 @@ from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.speculative import proposer
-from ngramspec.speculative.base import Drafter, Speculator
+from ngramspec.speculative.base import Drafter, DraftOptions, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.features import MAX_DRAFTERS
 from ngramspec.speculative.single import SingleDrafter
@@ -386,15 +386,17 @@ def speculator(config: EngineConfig, runner: Runner, cost: CostModel, drafters: 
     if runner.head is not None and len(drafters) < MAX_DRAFTERS - 1:
         drafters = [*drafters, HeadDrafter(runner.head, float(cost.table[1]))]
     return proposer.TreeProposer(
-        vocab_size=vocab_size,
-        max_order=config.max_order,
-        history=config.history,
-        spec_length=config.spec_length,
-        spec_rows=spec_rows,
-        max_seqs=config.max_seqs,
-        answers=config.answers,
-        recycle=config.recycle,
-        similar=config.similar,
+        DraftOptions(
+            vocab_size=vocab_size,
+            max_order=config.max_order,
+            history=config.history,
+            spec_length=config.spec_length,
+            spec_rows=spec_rows,
+            max_seqs=config.max_seqs,
+            answers=config.answers,
+            recycle=config.recycle,
+            similar=config.similar,
+        ),
         drafters=drafters,
     )
 

@@ -12,7 +12,7 @@ from ngramspec.errors import InvalidInputError
 from ngramspec.grammar.base import Constraint
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.papers.beam import BeamOptions, BeamSearch, Ended
-from ngramspec.speculative.base import Speculator
+from ngramspec.speculative.base import DraftOptions, Speculator
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.tokenizer.detokenizer import TextStream
 
@@ -38,7 +38,9 @@ def search_beams(
         raise InvalidInputError(f"length_penalty must be -10 to 10, got {options.length_penalty}")
     drafts = Speculator()
     if speculation and core.speculator.active:
-        drafts = TreeProposer(vocab_size=runner.vocab_size, spec_length=core.speculator.spec_length, max_seqs=width, answers=0)
+        drafts = TreeProposer(
+            DraftOptions(vocab_size=runner.vocab_size, spec_length=core.speculator.spec_length, max_seqs=width, answers=0)
+        )
     search = BeamSearch(
         ids,
         options,

@@ -18,7 +18,7 @@ from ngramspec.defaults import ANSWERS, MAX_HISTORY
 from ngramspec.errors import InvalidInputError
 from ngramspec.integrations.host_step_timer import HostStepTimer
 from ngramspec.outputs import DraftTree, Stats
-from ngramspec.speculative.base import NO_TREE, DraftParams
+from ngramspec.speculative.base import NO_TREE, DraftOptions, DraftParams
 from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.draft_stats import CountedPass, DraftStats
@@ -90,7 +90,9 @@ class Guest:
             raise InvalidInputError(f"slope must be from 0 to 10, got {slope!r}")
         self.vocab_size, self.depth, self.stops = int(vocab_size), int(depth), tuple(stops)
         self._drafts = TreeProposer(
-            vocab_size=self.vocab_size, max_seqs=max_seqs, spec_length=depth, spec_rows=depth, answers=answers, recycle=recycle
+            DraftOptions(
+                vocab_size=self.vocab_size, max_seqs=max_seqs, spec_length=depth, spec_rows=depth, answers=answers, recycle=recycle
+            )
         )
         self._texts: dict[Hashable, _HostSequence] = {}
         self._free = list(range(max_seqs - 1, -1, -1))

@@ -13,6 +13,7 @@ import numpy as np
 
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.similar_files import VectorIndex
+from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.outputs import DraftTree, Reliability
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling.sampler import Sampler
@@ -60,6 +61,44 @@ class SequenceInfo:
     n_prompt: int
     limit: int
     """Most tokens of prompt and output together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """What a proposer drafts from, and how much. Raises ValueError for a value out of bounds."""
+
+    vocab_size: int
+    max_seqs: int = 64
+    """Sequences at a time."""
+    spec_length: int = SPEC_LENGTH
+    """Levels of a draft tree, at most."""
+    spec_rows: int = SPEC_ROWS
+    """Nodes of a draft tree, at most."""
+    max_order: int = MAX_ORDER
+    """The longest n-gram in the tables, 2 to 25."""
+    history: int = HISTORY
+    """The latest tokens of a sequence that its tables hold."""
+    answers: int = ANSWERS
+    """Size of a tenant's output cache in tokens; 0: none."""
+    recycle: bool = True
+    """Whether the target's top-k is kept and drafted from."""
+    similar: bool = True
+    """Whether the files of a datastore that are most like a request are drafted from."""
+    use_ngram: bool = True
+    """Whether the sequence's own text is drafted from."""
+
+    def __post_init__(self) -> None:
+        for name, lo, hi in (
+            ("vocab_size", 1, 2**31 - 1),
+            ("max_order", 2, MAX_ORDER),
+            ("history", 16, MAX_HISTORY),
+            ("answers", 0, MAX_HISTORY),
+            ("spec_length", 0, 4096),
+            ("spec_rows", 0, 4096),
+            ("max_seqs", 1, 65536),
+        ):
+            if not lo <= (value := getattr(self, name)) <= hi:
+                raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

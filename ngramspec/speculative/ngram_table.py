@@ -1,4 +1,5 @@
-"""Store the n-gram tables of one sequence: context hash -> which tokens followed it. Knows no probabilities and no trees; all compiled.
+"""Store the n-gram tables of one sequence: context hash -> which tokens followed it. Knows no probabilities and no trees; all compiled but
+`TablePool`, which owns the buffers.
 
 The *event* at position i says "token i followed its contexts". A context of n tokens is keyed by the 64-bit FNV-1a of those tokens, newest
 first and each as four little-endian bytes, so that one pass over the last `LADDER[-1]` tokens yields the keys of all orders. The last
@@ -337,3 +338,46 @@ def find_resumption(tokens, at, recent, n):
             if k == n and away < best:
                 best, where = away, i
     return where
+
+
+def next_power_of_two(n: int) -> int:
+    """Return the least power of two that is n or more, at least 2."""
+    return 1 << max(int(n) - 1, 1).bit_length()
+
+
+class TablePool:
+    """N-gram tables of several sequences, each a row of states and the buffer that it points into."""
+
+    def __init__(self, n: int, history: int, n_contexts: int) -> None:
+        self.states = np.zeros((n, STATE_COLUMNS), np.int64)
+        self.buffers: list[np.ndarray | None] = [None] * n
+        self.history, self.n_links = history, n_contexts + 1
+
+    def allocate(self, row: int, cap: int, entries: int) -> None:
+        """Allocate a zeroed buffer for `cap` tokens and `entries` table entries, and reset the row's state."""
+        cap, size = next_power_of_two(cap), next_power_of_two(entries + (entries >> 1) + 4)
+        buffer = np.zeros(2 * size + 8 + (cap * (self.n_links + 1) + 1) // 2, np.uint64)
+        address = (buffer.ctypes.data + 63) & ~63
+        state = self.states[row]
+        state[:] = 0
+        state[TABLE], state[SHIFT] = address, 65 - size.bit_length()
+        state[TOKENS], state[CAP] = address + 16 * size, cap
+        state[LINKS] = state[TOKENS] + 4 * cap
+        state[[COPY_AT, PREDICTION_AT, N_DRAFTED]] = -1
+        state[HIT_HISTORY] = 1
+        self.buffers[row] = buffer
+
+    def enlarge(self, row: int, n: int, contexts: np.ndarray) -> None:
+        """Make room for n more tokens."""
+        old, old_buffer = self.states[row].copy(), self.buffers[row]  # the buffer lives until its tables are copied
+        assert old_buffer is not None, f"slot {row} was never begun"
+        length = min(int(old[LENGTH]), self.history + LADDER[-1]) + n
+        entries = int(old[ENTRIES]) + n * self.n_links
+        self.allocate(row, cap=length + length // 8, entries=entries + entries // 8)
+        moved = [i for i in range(STATE_COLUMNS) if i not in (TABLE, TOKENS, LINKS, SHIFT, CAP)]
+        self.states[row, moved] = old[moved]
+        copy_tables(old, self.states[row], contexts)
+
+    def free(self, row: int) -> None:
+        self.buffers[row] = None
+        self.states[row] = 0

@@ -18,7 +18,6 @@ import numpy as np
 
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.similar_files import VectorIndex, build_indices
-from ngramspec.defaults import ANSWERS, HISTORY, MAX_HISTORY, MAX_ORDER, SPEC_LENGTH, SPEC_ROWS
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import KEPT, DraftTree, Reliability
 from ngramspec.sampling.batch import Span, concatenate, pack
@@ -30,6 +29,7 @@ from ngramspec.speculative.base import (
     NO_TREE,
     Candidates,
     Drafter,
+    DraftOptions,
     DraftParams,
     NativeDrafting,
     NeedsHiddenStates,
@@ -49,11 +49,10 @@ from ngramspec.speculative.datastore_drafter import MAX_STORES, Drafts, SuffixDr
 from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, make_cold_weights
 from ngramspec.speculative.features import ExternalTrees
+from ngramspec.speculative.output_cache import OutputCache
 from ngramspec.speculative.tree_builder import NO_PROPOSER, DraftState, SourceMap, TokenBans, Weights
 
 log = logging.getLogger(__name__)
-# Tenants that have an output cache; the least recently used one gives way.
-TENANTS = 16
 # Rows of the table of token pairs, a power of two.
 PAIRS = 1 << 16
 # Online learning rates of mix and states.
@@ -62,56 +61,32 @@ RATES = (0.02, 0.05)
 _NO_TOKENS = np.empty(0, np.int32)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(int(n) - 1, 1).bit_length()
-
-
 class TreeProposer(Speculator):
-    """Draft trees for up to `max_seqs` sequences at a time. Not thread-safe: one caller, the engine's loop.
+    """Draft trees for all running sequences. Not thread-safe: one caller, the engine's loop.
 
-    `max_order` is the longest n-gram in the tables (2 to 25), `history` the latest tokens that they hold, `answers` the size of a tenant's
-    output cache in tokens (0: none), `recycle` whether the target's top-k is kept, `similar` whether the files of a datastore that are most
-    like a request are drafted from. A tree has at most `spec_rows` nodes and `spec_length` levels. `source_names[tree.sources[i]]` names
-    the source of node i. `datastore` is the drafter whose weights are shipped; `drafters` start from the plain meaning of their
-    probabilities, and are asked while they pay for their time (`budget.backoff`).
+    `source_names[tree.sources[i]]` names the source of node i. `datastore` is the drafter whose weights are shipped; `drafters` start from
+    the plain meaning of their probabilities, and are asked while they pay for their time (`budget.backoff`). `weights` None: the shipped
+    ones. `rates`: online learning rates of mix and states.
     """
 
     active = True
 
     def __init__(
         self,
+        options: DraftOptions,
         *,
-        vocab_size: int,
-        max_order: int = MAX_ORDER,
-        history: int = HISTORY,
-        spec_length: int = SPEC_LENGTH,
-        spec_rows: int = SPEC_ROWS,
-        max_seqs: int = 64,
         datastore: SuffixDrafter | None = None,
         drafters: Sequence[Drafter] = (),
-        answers: int = ANSWERS,
-        recycle: bool = True,
-        similar: bool = True,
-        use_ngram: bool = True,
         weights: Weights | None = None,
         rates: tuple[float, float] = RATES,
     ) -> None:
-        for name, value, lo, hi in (
-            ("vocab_size", vocab_size, 1, 2**31 - 1),
-            ("max_order", max_order, 2, MAX_ORDER),
-            ("history", history, 16, MAX_HISTORY),
-            ("answers", answers, 0, MAX_HISTORY),
-            ("spec_length", spec_length, 0, 4096),
-            ("spec_rows", spec_rows, 0, 4096),
-            ("max_seqs", max_seqs, 1, 65536),
-            ("number of drafters", len(drafters), 0, features.MAX_DRAFTERS - 1),
-        ):
-            if not lo <= value <= hi:
-                raise ValueError(f"{name} must be {lo} to {hi}, got {value}")
-        self.vocab_size, self.history, self.spec_length, self.spec_rows = vocab_size, history, spec_length, spec_rows
+        if len(drafters) >= features.MAX_DRAFTERS:
+            raise ValueError(f"number of drafters must be 0 to {features.MAX_DRAFTERS - 1}, got {len(drafters)}")
+        self.vocab_size, self.history = options.vocab_size, options.history
+        self.spec_length, self.spec_rows, max_seqs = options.spec_length, options.spec_rows, options.max_seqs
         self.chains = False
         """Whether to draft chains, for hosts that cannot verify trees. May change from step to step."""
-        self.datastore, self.similar = datastore, similar
+        self.datastore, self.similar = datastore, options.similar
         self._schedule = DatastoreSchedule(max_seqs)
         self.drafters: list[Drafter | None] = list(drafters)
         self._pausable = [bool(getattr(drafter, "tolerates_gaps", False)) for drafter in drafters]
@@ -123,23 +98,21 @@ class TreeProposer(Speculator):
         self._calibration = new_calibration()
         self._rates = np.array(rates, np.float64)
         self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else make_cold_weights()
-        self._contexts = np.array([n for n in ngram_table.LADDER if n < max_order and use_ngram], np.int32)
-        self._own = _TablePool(max_seqs, history, len(self._contexts))
+        self._contexts = np.array([n for n in ngram_table.LADDER if n < options.max_order and options.use_ngram], np.int32)
+        self._own = ngram_table.TablePool(max_seqs, self.history, len(self._contexts))
         self._states, self._buffers = self._own.states, self._own.buffers
-        self._output_cache = _TablePool(1 + (TENANTS if answers else 0), max(answers, 16), len(self._contexts))
-        self._output_cache.allocate(0, cap=2, entries=1)  # empty tables, for sequences without a tenant
-        self._tenants: dict[str, int] = {}
+        self._output_cache = OutputCache(options.answers, self._contexts)
         self._predictions: dict[int, np.ndarray] = {}
-        self._recycled_here = recycle and use_ngram
+        self._recycled_here = options.recycle and options.use_ngram
         self._readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsText)]
         self._topk_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsTopK)]
         self._state_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsHiddenStates)]
         self.needs_topk = self._recycled_here or bool(self._topk_readers)
         """Whether `observe` needs the target's top-k."""
         self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
-        self._recycled = features.new_recycled(vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
+        self._recycled = features.new_recycled(self.vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
         self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
-        self._nodes = features.new_nodes(max_seqs * (spec_rows + 1))
+        self._nodes = features.new_nodes(max_seqs * (self.spec_rows + 1))
         self._scratch = features.new_scratch()
         self._draft_state_made: DraftState | None = None
         self._last_trees: dict[int, DraftTree] = {}
@@ -153,7 +126,7 @@ class TreeProposer(Speculator):
         return self._draft_state_made
 
     def _make_draft_state(self) -> DraftState:
-        tables = self._states, self._output_cache.states, self._contexts
+        tables = self._states, self._output_cache.tables.states, self._contexts
         learned = self._recycled, self._calibration, SOURCE_MAP, self._rates
         return tree_builder.new_draft_state(*tables, self._nodes, self.weights, self._bans, *learned, self._scratch)
 
@@ -187,7 +160,7 @@ class TreeProposer(Speculator):
         self._own.allocate(slot, cap=cap, entries=cap * (len(self._contexts) + 1))
         state = self._states[slot]
         ngram_table.fill_tables(state, self._contexts, kept, self.history)
-        state[ngram_table.OUTPUT_CACHE_ROW] = self._tenants.get(params.tenant, 0) if params.tenant is not None else 0
+        state[ngram_table.OUTPUT_CACHE_ROW] = self._output_cache.find_row(params.tenant)
         state[ngram_table.N_SIMILAR], state[ngram_table.TEMPERATURE] = n_similar, math.ceil(1000 * min(params.temperature, 1000))
         if params.prediction is not None and len(params.prediction):
             self._predictions[slot] = predicted = np.ascontiguousarray(params.prediction, np.int32)
@@ -198,7 +171,7 @@ class TreeProposer(Speculator):
         banned = set(params.banned)
         codes = np.unique([2 * t for t in params.stops if t not in banned] + [2 * t + 1 for t in banned]).astype(np.int64)
         if len(codes) > self._bans.codes.shape[1]:
-            wider = np.zeros((len(self._buffers), _power_of_two(len(codes))), np.int64)
+            wider = np.zeros((len(self._buffers), ngram_table.next_power_of_two(len(codes))), np.int64)
             wider[:, : self._bans.codes.shape[1]] = self._bans.codes
             self._bans = TokenBans(self._bans.n, wider)
             self._draft_state_made = None
@@ -275,27 +248,10 @@ class TreeProposer(Speculator):
             self._call_drafter(d, "end", slot)
 
     def remember(self, answer: np.ndarray, tenant: str = "") -> None:
-        """Add a finished sequence's output [n] int32 to the tenant's output cache, which sequences that begin from now on use.
-
-        The cache holds the latest `answers` tokens. If there are too many tenants, the least recently used one's is dropped.
-        """
-        if len(self._output_cache.buffers) == 1 or len(self._contexts) == 0:
-            return
-        row = self._tenants.pop(tenant, 0)
-        if not row:
-            free = [i for i in range(1, len(self._output_cache.buffers)) if self._output_cache.buffers[i] is None]
-            if not free:
-                forgotten = next(iter(self._tenants))
-                free = [self._tenants.pop(forgotten)]
-                self._states[self._states[:, ngram_table.OUTPUT_CACHE_ROW] == free[0], ngram_table.OUTPUT_CACHE_ROW] = 0
-            row = free[0]
-            self._output_cache.allocate(row, cap=1024, entries=1024 * (len(self._contexts) + 1))
-        self._tenants[tenant] = row
-        answer = np.append(np.asarray(answer, np.int32), np.int32(-1))  # -1: contexts do not reach from one output into the next
-        answer = answer[-self._output_cache.history :]
-        if not ngram_table.has_room_for(self._output_cache.states[row], self._contexts, self._output_cache.history, len(answer)):
-            self._output_cache.enlarge(row, len(answer), self._contexts)
-        ngram_table.append_tokens(self._output_cache.states[row], self._contexts, answer, self._output_cache.history)
+        """Add a finished sequence's output [n] int32 to the tenant's output cache, which sequences that begin from now on use."""
+        dropped = self._output_cache.add(answer, tenant)
+        if dropped:
+            self._states[self._states[:, ngram_table.OUTPUT_CACHE_ROW] == dropped, ngram_table.OUTPUT_CACHE_ROW] = 0
 
     def is_unpredictable(self, slot: int) -> bool:
         return is_unpredictable(int(self._states[slot, ngram_table.HIT_HISTORY]))
@@ -465,48 +421,6 @@ def _encode_probs(tree: Candidates) -> np.ndarray:
     return (np.clip(probs / np.maximum(above, 1e-9), 0.0, 1.0) * features.MAX_CODE).astype(np.int16)
 
 
-class _TablePool:
-    """N-gram tables of several sequences, each a row of states and the buffer that it points into."""
-
-    def __init__(self, n: int, history: int, n_contexts: int) -> None:
-        self.states = np.zeros((n, ngram_table.STATE_COLUMNS), np.int64)
-        self.buffers: list[np.ndarray | None] = [None] * n
-        self.history, self.n_links = history, n_contexts + 1
-
-    def allocate(self, row: int, cap: int, entries: int) -> None:
-        """Allocate a zeroed buffer for `cap` tokens and `entries` table entries, and reset the row's state."""
-        cap, size = _power_of_two(cap), _power_of_two(entries + (entries >> 1) + 4)
-        buffer = np.zeros(2 * size + 8 + (cap * (self.n_links + 1) + 1) // 2, np.uint64)
-        address = (buffer.ctypes.data + 63) & ~63
-        state = self.states[row]
-        state[:] = 0
-        state[ngram_table.TABLE], state[ngram_table.SHIFT] = address, 65 - size.bit_length()
-        state[ngram_table.TOKENS], state[ngram_table.CAP] = address + 16 * size, cap
-        state[ngram_table.LINKS] = state[ngram_table.TOKENS] + 4 * cap
-        state[[ngram_table.COPY_AT, ngram_table.PREDICTION_AT, ngram_table.N_DRAFTED]] = -1
-        state[ngram_table.HIT_HISTORY] = 1
-        self.buffers[row] = buffer
-
-    def enlarge(self, row: int, n: int, contexts: np.ndarray) -> None:
-        """Make room for n more tokens."""
-        old, old_buffer = self.states[row].copy(), self.buffers[row]  # the buffer lives until its tables are copied
-        assert old_buffer is not None, f"slot {row} was never begun"
-        length = min(int(old[ngram_table.LENGTH]), self.history + ngram_table.LADDER[-1]) + n
-        entries = int(old[ngram_table.ENTRIES]) + n * self.n_links
-        self.allocate(row, cap=length + length // 8, entries=entries + entries // 8)
-        moved = [
-            i
-            for i in range(ngram_table.STATE_COLUMNS)
-            if i not in (ngram_table.TABLE, ngram_table.TOKENS, ngram_table.LINKS, ngram_table.SHIFT, ngram_table.CAP)
-        ]
-        self.states[row, moved] = old[moved]
-        ngram_table.copy_tables(old, self.states[row], contexts)
-
-    def free(self, row: int) -> None:
-        self.buffers[row] = None
-        self.states[row] = 0
-
-
 SOURCES = ("ngram", "answers", "prediction", "recycled", "similar")
 _GROUPS = (
     range(features.OUTPUT_CACHE),
@@ -542,7 +456,7 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def idle() -> NativeDrafting:
     """Return what compiled code needs for sequences without drafts."""
-    proposer = TreeProposer(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False), weights=make_cold_weights())
     drafting = proposer.prepare_native(np.empty(0, np.int32), 0)
     assert drafting is not None
     return drafting
@@ -550,7 +464,7 @@ def idle() -> NativeDrafting:
 
 def warmup() -> None:
     """Compile everything that a step needs, or load it from disk. Safe to call from another thread."""
-    proposer = TreeProposer(vocab_size=16, spec_rows=4, max_seqs=1, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=16, spec_rows=4, max_seqs=1), weights=make_cold_weights())
     slots, cost = np.zeros(1, np.int32), np.ones(8)
     tables = BlockTables(1, 1, 16)
     tables.reserve(0, 2)

@@ -23,7 +23,7 @@ from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative import datastore_drafter, ngram_table
-from ngramspec.speculative.base import DraftParams
+from ngramspec.speculative.base import DraftOptions, DraftParams
 from ngramspec.speculative.budget.backoff import MAX_PERIOD
 from ngramspec.speculative.budget.threshold import SpeculationThreshold
 from ngramspec.speculative.proposer import TreeProposer
@@ -331,7 +331,7 @@ def test_files_like_a_request_come_from_stores_that_it_may_use(tmp_path: Path, t
 
 def test_a_sequence_that_ended_while_there_was_no_store_wakes_none_later(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that brings nothing is asked once in many passes, whoever was there before it."""
-    opened, drafts, cost = Datastore.open(store), TreeProposer(vocab_size=tiny.VOCAB, max_seqs=2), np.arange(1.0, 10.0)
+    opened, drafts, cost = Datastore.open(store), TreeProposer(DraftOptions(vocab_size=tiny.VOCAB, max_seqs=2)), np.arange(1.0, 10.0)
     slots, depth, nothing = np.array([1], np.int32), np.array([4], np.int32), np.empty(0, np.int32)
     foreign = np.array([200, 201, 202], np.int32)
     drafts.use_datastores({"store": opened}, [])

@@ -144,7 +144,7 @@ def test_deep_drafts_of_every_shape_change_no_bit(engine: Engine, monkeypatch: p
         commit(search, *args)
         oracle.beams.update(tuple(beam.tokens.tolist()) for beam in search.beams)
 
-    monkeypatch.setattr(ngramspec.engine.beam_turns, "TreeProposer", lambda **_: oracle)
+    monkeypatch.setattr(ngramspec.engine.beam_turns, "TreeProposer", lambda *_, **__: oracle)
     n_passes = [0, 0]
     for width, prompt in zip((2, 3, 4, 5, 6), repetitive(5, seed=2), strict=True):
         found = []

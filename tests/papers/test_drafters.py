@@ -18,7 +18,7 @@ from ngramspec.papers.recycling import TokenRecycling
 from ngramspec.papers.registry import NAMES, make_drafter
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative import Drafter, TreeProposer
-from ngramspec.speculative.base import Speculator
+from ngramspec.speculative.base import DraftOptions, Speculator
 from ngramspec.speculative.budget.backoff import DrafterBackoff
 from ngramspec.speculative.single import SingleDrafter
 
@@ -94,7 +94,7 @@ def test_same_tokens_as_without(
     drafter = MAKERS[name](tmp_path)
     if merged:
         engine.core.cost = tiny.FreeRows()
-        engine.core.use(TreeProposer(vocab_size=tiny.VOCAB, max_seqs=3, recycle=False, drafters=[drafter]))
+        engine.core.use(TreeProposer(DraftOptions(vocab_size=tiny.VOCAB, max_seqs=3, recycle=False), drafters=[drafter]))
     else:
         engine.core.use(SingleDrafter(drafter, vocab_size=tiny.VOCAB, spec_length=64, spec_rows=64))
     greedy, sampled = engine.complete(asked, GREEDY), engine.complete(asked, SAMPLED)

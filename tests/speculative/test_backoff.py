@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ngramspec.speculative import Candidates, TreeProposer
+from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.budget.backoff import MAX_TIME_SHARE, WINDOW, DrafterBackoff
 from ngramspec.speculative.feature_weights import make_cold_weights
 
@@ -70,7 +71,9 @@ class Slow:
 def test_a_drafter_is_asked_while_it_pays(token: int, pass_ms: float, always: bool) -> None:
     """The text is of tokens that the tables cannot foresee, each second one is 1."""
     drafter = Slow(token)
-    proposer = TreeProposer(vocab_size=1000, max_seqs=1, drafters=[drafter], weights=make_cold_weights(), recycle=False, answers=0)
+    proposer = TreeProposer(
+        DraftOptions(vocab_size=1000, max_seqs=1, recycle=False, answers=0), drafters=[drafter], weights=make_cold_weights()
+    )
     proposer.begin(0, np.array([0], np.int32))
     slots, depth, cost = np.zeros(1, np.int32), np.full(1, 8, np.int32), pass_ms * (1 + 0.001 * np.arange(100.0))
     for step in range(300):

@@ -7,7 +7,7 @@ import pytest
 
 from ngramspec.outputs import Reliability
 from ngramspec.speculative import Candidates, TreeProposer
-from ngramspec.speculative.base import DraftParams
+from ngramspec.speculative.base import DraftOptions, DraftParams
 from ngramspec.speculative.calibration import (
     LEVELS,
     count_node,
@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, text: np.ndarray, source: Promising | None = None, *, correct: bool = True, likely: bool = False) -> None:
         """`correct=False`: the calibration is forgotten before each pass. `likely`: the model's candidates are kept, and never right."""
-        self.proposer = TreeProposer(vocab_size=VOCAB, max_seqs=1, drafters=[source] if source else [], recycle=likely)
+        self.proposer = TreeProposer(DraftOptions(vocab_size=VOCAB, max_seqs=1, recycle=likely), drafters=[source] if source else [])
         self.proposer.begin(0, text[:300])
         rng, n = np.random.default_rng(7), 300
         ends, costs, theirs, self.trees, self.paths = [], [], [], [], []
@@ -213,7 +213,7 @@ def test_temperature_takes_from_confidence() -> None:
     text = np.tile(np.arange(40, dtype=np.int32), 12)
 
     def probs(temperature: float) -> np.ndarray:
-        proposer = TreeProposer(vocab_size=VOCAB, max_seqs=1)
+        proposer = TreeProposer(DraftOptions(vocab_size=VOCAB, max_seqs=1))
         proposer.begin(0, text, DraftParams(temperature=temperature))
         return proposer.propose(SLOT, np.array([8], np.int32), COST_MS, 1, 8)[0].probs
 

@@ -19,6 +19,7 @@ from ngramspec.backends.base import HeadRows, Predicted
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion, Stats
 from ngramspec.sampling_params import SamplingParams
+from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.speculative.trained.head_drafter import HeadDrafter
 
@@ -44,7 +45,9 @@ def build(folder: Path, *, ngrams: bool, **options: Any) -> Engine:
     engine = Engine(str(folder), **{"max_seqs": 8, "max_model_len": 150} | options)
     assert engine.runner.head is not None
     drafter = HeadDrafter(engine.runner.head, SPARING)
-    proposer = TreeProposer(vocab_size=engine.vocab_size, max_seqs=8, drafters=[drafter], use_ngram=ngrams, recycle=ngrams, answers=0)
+    proposer = TreeProposer(
+        DraftOptions(vocab_size=engine.vocab_size, max_seqs=8, use_ngram=ngrams, recycle=ngrams, answers=0), drafters=[drafter]
+    )
     engine.finish_compiling(lambda _: None)
     engine.use(speculator=proposer, cost=LongPasses())
     return engine
@@ -127,7 +130,7 @@ def test_rows_are_read_with_the_token_that_follows() -> None:
 
 def test_a_head_that_is_always_wrong_is_seldom_asked() -> None:
     head = FakeHead()
-    proposer = TreeProposer(vocab_size=300, max_seqs=1, drafters=[HeadDrafter(head, 10.0)])
+    proposer = TreeProposer(DraftOptions(vocab_size=300, max_seqs=1), drafters=[HeadDrafter(head, 10.0)])
     proposer.begin(0, np.arange(20, dtype=np.int32))
     slots, tokens, cost = np.zeros(1, np.int32), np.array([2], np.int32), np.full(64, 0.02)
     n, native, position = 0, 0, 19

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.speculative import ngram_table
+from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
 
 NONE = [np.empty(0, np.int32)]
@@ -49,7 +50,7 @@ def test_token_keys_are_fnv1a_of_little_endian_bytes_newest_first():
 
 
 def started(tokens, history, **options) -> TreeProposer:
-    proposer = TreeProposer(vocab_size=2**20, max_seqs=2, history=history, **options)
+    proposer = TreeProposer(DraftOptions(vocab_size=2**20, max_seqs=2, history=history, **options))
     proposer.begin(0, np.asarray(tokens, np.int32))
     return proposer
 

@@ -12,10 +12,11 @@ from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import find_topk
 from ngramspec.speculative import Candidates, Drafter, TreeProposer, features, tree_builder, warmup
-from ngramspec.speculative.base import DraftParams, PassTopK
+from ngramspec.speculative.base import DraftOptions, DraftParams, PassTopK
 from ngramspec.speculative.budget import marginal_cost
 from ngramspec.speculative.feature_weights import load_weights, make_cold_weights, save_weights
-from ngramspec.speculative.proposer import SOURCES, TENANTS
+from ngramspec.speculative.output_cache import TENANTS
+from ngramspec.speculative.proposer import SOURCES
 
 FREE = np.ones(600)  # rows cost nothing
 FLAT = 1 + 0.005 * np.arange(600.0)
@@ -77,7 +78,7 @@ TEXTS = st.lists(st.integers(0, 6), min_size=1, max_size=120)
 )
 def test_trees_keep_their_limits(texts, output, length, rows, max_nodes, slope):
     """Through a whole generation: shape, depth, rows, the batch's limit, depth per sequence, banned tokens and stops."""
-    proposer = TreeProposer(vocab_size=10, spec_length=length, spec_rows=rows, max_seqs=6, history=64)
+    proposer = TreeProposer(DraftOptions(vocab_size=10, spec_length=length, spec_rows=rows, max_seqs=6, history=64))
     slots = ints(*range(1, 1 + len(texts)))
     for slot, text in zip(slots, texts, strict=True):
         proposer.begin(int(slot), ints(*text), DraftParams(banned=[3], stops=[5, 3]))
@@ -105,7 +106,7 @@ def test_trees_keep_their_limits(texts, output, length, rows, max_nodes, slope):
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), max_nodes=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
 def test_chains_have_no_branches(texts, max_nodes):
-    proposer = TreeProposer(vocab_size=8, max_seqs=3)
+    proposer = TreeProposer(DraftOptions(vocab_size=8, max_seqs=3))
     proposer.chains = True
     for slot, text in enumerate(texts):
         proposer.begin(slot, ints(*text))
@@ -117,7 +118,7 @@ def test_chains_have_no_branches(texts, max_nodes):
 
 
 def test_a_chain_is_grown_and_not_cut_out_of_a_tree():
-    proposer = TreeProposer(vocab_size=100, max_seqs=1)
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1))
     tokens = [50, 1, 2, 3, 4, 5, 6, 7, 8, 51, 1, 2, 33, 34, 35, 36, 37, 38, 52, 1, 2]
     proposer.begin(0, ints(*tokens))
     (tree,) = propose(proposer, cost=FREE, max_nodes=8)
@@ -133,7 +134,7 @@ def test_a_chain_is_grown_and_not_cut_out_of_a_tree():
 
 
 def test_text_without_repeats_drafts_nothing():
-    proposer = TreeProposer(vocab_size=1000, max_seqs=1)
+    proposer = TreeProposer(DraftOptions(vocab_size=1000, max_seqs=1))
     proposer.begin(0, np.arange(500, dtype=np.int32))
     tree = propose(proposer, cost=FREE)[0]
     assert len(tree) == 0
@@ -143,7 +144,7 @@ def test_text_without_repeats_drafts_nothing():
 def test_a_repeated_text_is_drafted_to_the_end():
     """Once the copying has been confirmed, the whole rest is one path."""
     text = np.random.default_rng(0).permutation(400)[:60].astype(np.int32)
-    proposer = TreeProposer(vocab_size=1000, max_seqs=1, spec_length=32, spec_rows=40)
+    proposer = TreeProposer(DraftOptions(vocab_size=1000, max_seqs=1, spec_length=32, spec_rows=40))
     proposer.begin(0, np.concatenate([text, text[:10]]))
     at = 10
     while at < 25:
@@ -158,7 +159,7 @@ def test_a_repeated_text_is_drafted_to_the_end():
 def test_copying_resumes_behind_an_edit():
     """After a replaced token the old text is drafted on, although no context of two tokens matches across the edit."""
     text = np.random.default_rng(1).permutation(900)[:80].astype(np.int32)
-    proposer = TreeProposer(vocab_size=1000, max_seqs=1)
+    proposer = TreeProposer(DraftOptions(vocab_size=1000, max_seqs=1))
     proposer.begin(0, text)
     for token in [*text[:20].tolist(), 950]:
         propose(proposer)
@@ -170,7 +171,7 @@ def test_copying_resumes_behind_an_edit():
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.lists(st.floats(0.01, 3.0), min_size=60, max_size=60))
 def test_budget_takes_the_best_prefix_of_the_best_first_order(texts, steps):
     """Against the tree that grows when rows are nearly free: its nodes in falling order, cut where tokens per second are highest."""
-    proposer = TreeProposer(vocab_size=10, spec_rows=1000, spec_length=1000, max_seqs=3, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=10, spec_rows=1000, spec_length=1000, max_seqs=3), weights=make_cold_weights())
     for slot, text in enumerate(texts):
         proposer.begin(slot, ints(*text))
     slots, n = range(len(texts)), len(texts)
@@ -185,7 +186,7 @@ def test_budget_takes_the_best_prefix_of_the_best_first_order(texts, steps):
 
 
 def test_expensive_rows_are_not_drafted():
-    proposer = TreeProposer(vocab_size=10, max_seqs=1)
+    proposer = TreeProposer(DraftOptions(vocab_size=10, max_seqs=1))
     proposer.begin(0, ints(*[1, 2, 3, 4] * 20))
     assert len(propose(proposer, cost=np.arange(100.0))[0]) == 0
     assert len(propose(proposer, depth=0)[0]) == 0
@@ -198,7 +199,7 @@ def test_learning_moves_probability_towards_what_happens():
     """The same evidence, confirmed again and again, is believed more; refuted, less."""
 
     def after(truth):
-        proposer = TreeProposer(vocab_size=100, max_seqs=1, weights=make_cold_weights(), rates=(0.02, 0.02))
+        proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1), weights=make_cold_weights(), rates=(0.02, 0.02))
         first = None
         for _ in range(60):
             proposer.begin(0, ints(1, 2, 3, 9, 8, 7, 1, 2))
@@ -216,7 +217,7 @@ def test_learning_moves_probability_towards_what_happens():
 
 
 def test_nothing_is_learned_without_a_proposal():
-    proposer = TreeProposer(vocab_size=100, max_seqs=1, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1), weights=make_cold_weights())
     before = [a.copy() for a in proposer.weights]
     proposer.begin(0, ints(1, 2, 3, 1, 2))
     proposer.observe(ints(0), [ints(3)], [ints()])
@@ -228,12 +229,12 @@ def test_nothing_is_learned_without_a_proposal():
 def test_batch_mates_do_not_matter_to_the_evidence():
     """A sequence's candidates are the same alone and among others (rows free, so that the budget takes all)."""
     texts = [np.random.default_rng(s).integers(0, 6, 100).astype(np.int32) for s in range(5)]
-    together = TreeProposer(vocab_size=10, max_seqs=5, weights=make_cold_weights())
+    together = TreeProposer(DraftOptions(vocab_size=10, max_seqs=5), weights=make_cold_weights())
     for slot, text in enumerate(texts):
         together.begin(slot, text)
     many = propose(together, range(5), cost=FREE)
     for slot, text in enumerate(texts):
-        alone = TreeProposer(vocab_size=10, max_seqs=1, weights=make_cold_weights())
+        alone = TreeProposer(DraftOptions(vocab_size=10, max_seqs=1), weights=make_cold_weights())
         alone.begin(0, text)
         one = propose(alone, cost=FREE)[0]
         np.testing.assert_array_equal(one.probs, many[slot].probs)  # equal ones may come in another order
@@ -266,7 +267,7 @@ def test_an_external_tree_merges_into_the_same_tree():
     """Same prefix, same node; new branches hang where they belong; every node knows its source."""
     drafter = Scripted([3, 20, 4, 21], [-1, -1, 0, 1], [0.9, 0.05, 0.8, 0.04])
     assert isinstance(drafter, Drafter)
-    proposer = TreeProposer(vocab_size=100, max_seqs=1, drafters=[drafter], weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1), drafters=[drafter], weights=make_cold_weights())
     assert proposer.source_names == [*SOURCES, "datastore", "scripted"]
     proposer.begin(0, ints(1, 2, 3, 9, 1, 2))
     tree = propose(proposer, cost=FREE)[0]
@@ -288,7 +289,7 @@ def test_an_external_tree_merges_into_the_same_tree():
 
 def test_external_drafters_work_without_tables():
     drafter = Scripted([5, 6], [-1, 0], [0.9, 0.8])
-    proposer = TreeProposer(vocab_size=100, max_seqs=1, drafters=[drafter], use_ngram=False, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1, use_ngram=False), drafters=[drafter], weights=make_cold_weights())
     proposer.begin(0, ints(5, 6, 5, 6, 5))
     tree = propose(proposer)[0]
     assert paths(tree) == [[5], [5, 6]]
@@ -299,7 +300,7 @@ def test_external_drafters_work_without_tables():
 
 def test_a_lying_drafter_is_believed_less():
     drafter = Scripted([50], [-1], [0.95])
-    proposer = TreeProposer(vocab_size=100, max_seqs=1, drafters=[drafter], weights=make_cold_weights(), rates=(0.05, 0.05))
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1), drafters=[drafter], weights=make_cold_weights(), rates=(0.05, 0.05))
     proposer.begin(0, ints(1))
     probs = []
     for token in range(2, 40):
@@ -322,7 +323,7 @@ def test_a_lying_drafter_is_believed_less():
 )
 def test_a_malformed_external_tree_switches_its_drafter_off(tree, caplog):
     drafter = Scripted(*tree)
-    proposer = TreeProposer(vocab_size=100, max_seqs=1, drafters=[drafter])
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1), drafters=[drafter])
     proposer.begin(0, ints(1, 2, 3, 1, 2))
     with caplog.at_level(logging.ERROR):
         check(propose(proposer)[0], 2)
@@ -339,7 +340,7 @@ def test_a_drafter_that_raises_fails_no_request(method, caplog):
         raise RuntimeError("no")
 
     setattr(drafter, method, fail)
-    proposer = TreeProposer(vocab_size=100, max_seqs=2, drafters=[drafter])
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=2), drafters=[drafter])
     with caplog.at_level(logging.ERROR):
         for slot in (0, 1):
             proposer.begin(slot, ints(1, 2, 3, 1, 2))
@@ -353,8 +354,8 @@ def test_a_drafter_that_raises_fails_no_request(method, caplog):
 def test_slots_are_reused_and_resumed():
     """A resumed sequence (preemption) drafts as one that never stopped; an ended slot keeps nothing of the old one."""
     text = np.random.default_rng(3).integers(0, 5, 90).astype(np.int32)
-    a = TreeProposer(vocab_size=10, max_seqs=1, weights=make_cold_weights(), rates=(0.0, 0.0))
-    b = TreeProposer(vocab_size=10, max_seqs=1, weights=make_cold_weights(), rates=(0.0, 0.0))
+    a = TreeProposer(DraftOptions(vocab_size=10, max_seqs=1), weights=make_cold_weights(), rates=(0.0, 0.0))
+    b = TreeProposer(DraftOptions(vocab_size=10, max_seqs=1), weights=make_cold_weights(), rates=(0.0, 0.0))
     a.begin(0, text[:50])
     a.observe(ints(0), [text[50:]], [ints()])
     b.begin(0, np.full(300, 7, np.int32))
@@ -366,7 +367,7 @@ def test_slots_are_reused_and_resumed():
 
 
 def test_many_banned_tokens():
-    proposer = TreeProposer(vocab_size=1000, max_seqs=3)
+    proposer = TreeProposer(DraftOptions(vocab_size=1000, max_seqs=3))
     proposer.begin(1, ints(*[1, 2, 3, 4] * 10), DraftParams(banned=range(100, 900), stops=[3]))
     proposer.begin(2, ints(*[200, 201] * 10), DraftParams(banned=range(100, 900)))
     trees = propose(proposer, (1, 2), cost=FREE)
@@ -406,7 +407,7 @@ def test_shipped_weights_load():
 def test_bad_settings_are_refused(options):
     (name,) = options
     with pytest.raises(ValueError, match=name):
-        TreeProposer(**{"vocab_size": 10, **options})
+        TreeProposer(DraftOptions(**{"vocab_size": 10, **options}))
 
 
 def test_warmup_compiles_all_of_it():
@@ -418,7 +419,7 @@ def sources(proposer, tree):
 
 
 def test_finished_answers_speak_in_later_sequences_of_the_same_tenant():
-    proposer = TreeProposer(vocab_size=100, max_seqs=2, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=2), weights=make_cold_weights())
     proposer.remember(ints(*range(10, 40)), "a")
     proposer.begin(0, ints(1, 2, 12, 13, 14), DraftParams(tenant="a"))
     proposer.begin(1, ints(1, 2, 12, 13, 14), DraftParams(tenant="b"))
@@ -431,7 +432,7 @@ def test_finished_answers_speak_in_later_sequences_of_the_same_tenant():
 
 
 def test_answers_do_not_run_into_each_other():
-    proposer = TreeProposer(vocab_size=100, max_seqs=1, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1), weights=make_cold_weights())
     proposer.remember(ints(1, 2, 3))
     proposer.remember(ints(4, 5, 6))
     proposer.begin(0, ints(9, 2, 3))
@@ -441,13 +442,13 @@ def test_answers_do_not_run_into_each_other():
 
 
 def test_answers_are_bounded_and_can_be_off():
-    proposer = TreeProposer(vocab_size=10**6, max_seqs=1, answers=500, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=10**6, max_seqs=1, answers=500), weights=make_cold_weights())
     for i in range(40):
         proposer.remember(np.arange(1000 * i, 1000 * i + 100, dtype=np.int32))
-    size = proposer._output_cache.buffers[1].nbytes
+    size = proposer._output_cache.tables.buffers[1].nbytes
     for i in range(40, 200):
         proposer.remember(np.arange(1000 * i, 1000 * i + 100, dtype=np.int32))
-    assert proposer._output_cache.buffers[1].nbytes == size
+    assert proposer._output_cache.tables.buffers[1].nbytes == size
     proposer.begin(0, ints(199_010, 199_011))
     assert propose(proposer, cost=FREE)[0].tokens[0] == 199_012
     proposer.begin(0, ints(10_010, 10_011))
@@ -455,14 +456,14 @@ def test_answers_are_bounded_and_can_be_off():
     proposer.remember(np.arange(5000, dtype=np.int32))  # longer than what is kept: its end stays
     proposer.begin(0, ints(4990, 4991))
     assert propose(proposer, cost=FREE)[0].tokens[0] == 4992
-    off = TreeProposer(vocab_size=100, max_seqs=1, answers=0, weights=make_cold_weights())
+    off = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1, answers=0), weights=make_cold_weights())
     off.remember(ints(*range(10, 40)))
     off.begin(0, ints(12, 13))
     assert len(propose(off, cost=FREE)[0]) == 0
 
 
 def test_the_tenant_not_heard_of_for_longest_is_forgotten():
-    proposer = TreeProposer(vocab_size=1000, max_seqs=1, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=1000, max_seqs=1), weights=make_cold_weights())
     proposer.begin(0, ints(1, 2), DraftParams(tenant="t0"))
     for i in range(TENANTS + 1):
         proposer.remember(ints(1, 2, 3), f"t{i}")
@@ -475,7 +476,7 @@ def test_the_tenant_not_heard_of_for_longest_is_forgotten():
 
 
 def test_a_prediction_is_followed_from_its_first_token_and_again_after_a_departure():
-    proposer = TreeProposer(vocab_size=1000, max_seqs=1)
+    proposer = TreeProposer(DraftOptions(vocab_size=1000, max_seqs=1))
     foreseen = np.arange(100, 160, dtype=np.int32)
     proposer.begin(0, ints(1, 2, 3), DraftParams(prediction=foreseen))
     tree = propose(proposer)[0]
@@ -493,7 +494,7 @@ def test_a_prediction_is_followed_from_its_first_token_and_again_after_a_departu
 
 
 def test_a_sequence_resumes_in_the_middle_of_its_prediction():
-    proposer = TreeProposer(vocab_size=1000, max_seqs=1)
+    proposer = TreeProposer(DraftOptions(vocab_size=1000, max_seqs=1))
     proposer.begin(0, ints(1, 2, 3, *range(100, 110)), DraftParams(prediction=np.arange(100, 160, dtype=np.int32), n_output=10))
     assert paths(propose(proposer)[0])[0] == [110]
 
@@ -501,7 +502,7 @@ def test_a_sequence_resumes_in_the_middle_of_its_prediction():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=60), st.lists(st.integers(0, 6), min_size=1, max_size=60), st.data())
 def test_any_prediction_is_harmless(foreseen, text, data):
-    proposer = TreeProposer(vocab_size=7, max_seqs=1, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=7, max_seqs=1), weights=make_cold_weights())
     proposer.begin(0, ints(0), DraftParams(prediction=ints(*foreseen)))
     made = 0
     while made < len(text):
@@ -514,7 +515,7 @@ def test_any_prediction_is_harmless(foreseen, text, data):
 
 
 def test_the_models_own_candidates_are_drafted():
-    proposer = TreeProposer(vocab_size=200, max_seqs=1, weights=make_cold_weights())
+    proposer = TreeProposer(DraftOptions(vocab_size=200, max_seqs=1), weights=make_cold_weights())
     rows = np.zeros((2, 200), np.float32)
     rows[0, [50, 60]], rows[1, 70] = (9.0, 8.8), 9.0
     tables = BlockTables(1, 1, 16)
