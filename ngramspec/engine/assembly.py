@@ -23,6 +23,7 @@ from ngramspec.backends.base import Runner
 from ngramspec.backends.cpu.cores import count_cores
 from ngramspec.backends.cpu.llama_runner import CpuOptions, LlamaRunner, count_packed_bytes
 from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir, expand_home
@@ -253,7 +254,7 @@ def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]
     longest = start.limit_length(trained)
     try:
         weight_map = WeightMap.from_json(found["recipe"])
-        weight_map.check(source)
+        check_weight_map(weight_map, source)
     except (KeyError, TypeError, ValueError):
         return None
     if not weight_map.suits_length(longest):

@@ -147,3 +147,8 @@ def layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
     matrices = [MatrixName(*name) for name in found["matrices"]]
     parts = {"matrices": matrices, "experts": experts, "recurrent": recurrent, "mamba": mamba, "heads": heads, "end": end, "latent": latent}
     return LayerWeightMap(**{**found, **parts})
+
+
+def name_bias(norm: str) -> str:
+    """Return the name of the bias of a LayerNorm."""
+    return f"{norm.removesuffix('.weight')}.bias"

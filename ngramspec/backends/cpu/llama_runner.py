@@ -31,6 +31,7 @@ from ngramspec.backends.cpu.prediction_head import PackedHead, make_head_map
 from ngramspec.backends.cpu.recurrent_pool import RecurrentPool, StateShape
 from ngramspec.backends.cpu.recurrent_rows import MOST_NODES
 from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.backends.cpu.weight_map_build import build_decoder
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.tensor_source import KINDS, TensorSource
 from ngramspec.outputs import BLOCK, KEPT, TokenLogprob
@@ -199,7 +200,7 @@ class LlamaRunner(Runner):
         options.progress("packing weights")
         try:
             context = MatmulContext(self.precision == "int8", folder=options.code)
-            self.arena, self.decoder = context.arena, weight_map.build(source, context)
+            self.arena, self.decoder = context.arena, build_decoder(weight_map, source, context)
         except MemoryError as e:
             raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e
         self.vocab_size = self.decoder.vocab_size

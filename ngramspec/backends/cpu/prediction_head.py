@@ -23,6 +23,8 @@ from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.matmul import CpuProduct, unpack_rows
 from ngramspec.backends.cpu.packing import pack as pack_weight
 from ngramspec.backends.cpu.weight_map import LayerWeightMap, WeightMap, layer_from_json
+from ngramspec.backends.cpu.weight_map_build import build_decoder
+from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.models.head_parameters import EMBEDDING_NORM, FC, HEAD_LAYER, HIDDEN_NORM, NORM
 from ngramspec.models.tensor_source import TensorSource
 from ngramspec.outputs import BLOCK, KEPT
@@ -54,7 +56,7 @@ def make_head_map(weight_map: WeightMap, source: TensorSource) -> WeightMap | No
     )
     hidden = source[weight_map.embedding].shape[1]
     try:
-        found.check(source)
+        check_weight_map(found, source)
         for name, shape in ((FC, (hidden, 2 * hidden)), (EMBEDDING_NORM, (hidden,)), (HIDDEN_NORM, (hidden,))):
             if source[name].shape != shape:
                 raise ValueError(f"{name} is {list(source[name].shape)}, and {list(shape)} is wanted")
@@ -89,7 +91,7 @@ class PackedHead:
         self.vocab_size = VOCABULARY if decoder.vocab_size > 2 * VOCABULARY else decoder.vocab_size
         # where both are one matrix, the layer's decoder has the cut one: it embeds nothing
         known = {(head_map.embedding, None): embedding, head_map.head: context.select_rows(whole, 0, self.vocab_size)}
-        self._decoder = head_map.build(source, context, known=known)
+        self._decoder = build_decoder(head_map, source, context, known=known)
         self._decoder.join_threads(decoder)
         dtype: type[np.generic] = np.uint16 if kv_dtype == "float16" else np.float32
         self._pool = _RingPool(head_map.kv_shapes()[0], max_seqs, max_len + MOST_ROWS, dtype)

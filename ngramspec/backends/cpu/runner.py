@@ -35,6 +35,7 @@ from ngramspec.backends.cpu.llama_runner import (
 )
 from ngramspec.backends.cpu.matmul import MatmulContext
 from ngramspec.backends.cpu.module_patch import ModulePatcher
+from ngramspec.backends.cpu.weight_map_build import build_decoder
 from ngramspec.backends.cpu.weight_map_reader import read_weight_map
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models import latent_weights
@@ -169,8 +170,8 @@ class CpuRunner(LlamaRunner):
 
     def _build_decoder(self, source: TensorSource, binder: ModulePatcher) -> None:
         if self.weight_map is not None:
-            self.decoder = self.weight_map.build(
-                source, self._context, lambda weight, _: binder.matrices[weight.removesuffix(".weight")],
+            self.decoder = build_decoder(
+                self.weight_map, source, self._context, lambda weight, _: binder.matrices[weight.removesuffix(".weight")],
                 lambda experts: binder.experts[experts.weights.gate_up[0]],
             )  # fmt: skip
 

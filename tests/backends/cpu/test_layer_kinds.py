@@ -12,9 +12,10 @@ import tiny
 import torch
 
 from ngramspec.backends.cpu import runner as runner_module
-from ngramspec.backends.cpu import weight_map as weight_map_module
+from ngramspec.backends.cpu import weight_map_build
 from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.loader import open_model
@@ -310,22 +311,22 @@ def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) 
 
 
 def rotate_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = weight_map_module.LayerWeights
-    monkeypatch.setattr(weight_map_module, "LayerWeights", lambda *fields: right(*fields)._replace(rotary=0))
+    right = weight_map_build.LayerWeights
+    monkeypatch.setattr(weight_map_build, "LayerWeights", lambda **fields: right(**fields)._replace(rotary=0))
 
 
 def scale_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_map_module.WeightMap, "query_scales", lambda *_: np.empty(0, np.float32))
+    monkeypatch.setattr(WeightMap, "query_scales", lambda *_: np.empty(0, np.float32))
 
 
 def share_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = weight_map_module.LayerWeights
+    right = weight_map_build.LayerWeights
 
-    def make(*fields: Any) -> Any:
-        layer = right(*fields)
+    def make(**fields: Any) -> Any:
+        layer = right(**fields)
         return layer._replace(heads=layer.heads._replace(owner=1)) if layer.heads and layer.heads.owner == 2 else layer
 
-    monkeypatch.setattr(weight_map_module, "LayerWeights", make)
+    monkeypatch.setattr(weight_map_build, "LayerWeights", make)
 
 
 @pytest.mark.parametrize("in_memory", [False, True], ids=["from files", "in memory"])

@@ -16,7 +16,7 @@ import tiny_gguf
 import torch
 
 from ngramspec.backends.cpu import runner as runner_module
-from ngramspec.backends.cpu import weight_map as weight_map_module
+from ngramspec.backends.cpu import weight_map_build
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import ModelOptions
@@ -24,6 +24,7 @@ from ngramspec.backends.cpu.llama_runner import CpuOptions, HostOutput, LlamaRun
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.thread_team import ThreadTeam
 from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.loader import load_model, open_model
@@ -237,12 +238,12 @@ def test_half_the_memory_for_keys_and_values(bind: Bind) -> None:
 
 def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the compiled pass alone."""
-    right = weight_map_module.LlamaDecoder
+    right = weight_map_build.LlamaDecoder
 
     def make(*args: Any, options: ModelOptions, **rest: Any) -> LlamaDecoder:
         return right(*args, options=options._replace(scale=1.5 * options.scale), **rest)
 
-    monkeypatch.setattr(weight_map_module, "LlamaDecoder", make)
+    monkeypatch.setattr(weight_map_build, "LlamaDecoder", make)
 
 
 def wrong_angles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,10 +300,10 @@ def test_rows_that_a_matrix_does_not_have(bind: Bind, files: Callable[[str, str]
     found = bind("phi3").weight_map
     assert found is not None
     source = open_model(str(files("phi3", "Q4_K"))).source
-    found.check(source)
+    check_weight_map(found, source)
     found.layers[1].matrices[matrix] = found.layers[1].matrices[matrix]._replace(first=rows[0], end=rows[1])
     with pytest.raises(ValueError, match=r"and \d+ are wanted|is wanted"):
-        found.check(source)
+        check_weight_map(found, source)
 
 
 def test_precisions_that_do_not_fit_the_weights(bind: Bind, files: Callable[[str, str], Path]) -> None:

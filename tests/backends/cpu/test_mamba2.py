@@ -18,6 +18,7 @@ from ngramspec.backends.cpu.llama_layers import ShortConvOptions
 from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.loader import load_model
 from ngramspec.models.parameters import make_params_source
@@ -93,7 +94,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     source = make_params_source(tiny.tiny_model("granitemoehybrid"))
     again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
     assert again == found
-    again.check(source)
+    check_weight_map(again, source)
     options, mamba = found.options, found.options.mamba
     assert mamba is not None
     for wrong in (
@@ -103,7 +104,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
         options._replace(short_conv=ShortConvOptions(64, 3)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"Mamba-2|is wanted|are wanted|several kinds"):
-            replace(found, options=wrong).check(source)
+            check_weight_map(replace(found, options=wrong), source)
 
 
 def test_a_config_without_bounds_of_dt_is_refused() -> None:

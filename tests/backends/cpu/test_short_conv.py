@@ -14,6 +14,7 @@ from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_o
 from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.models.parameters import make_params_source
 
 LAYERS = {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2}
@@ -44,7 +45,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     source = make_params_source(tiny.tiny_model("lfm2"))
     again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
     assert again == found
-    again.check(source)
+    check_weight_map(again, source)
     options, conv = found.options, found.options.short_conv
     assert conv is not None
     for wrong in (
@@ -52,7 +53,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
         options._replace(short_conv=conv._replace(n_channels=32)), options._replace(n_heads=2),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"short convolutions|is wanted"):
-            replace(found, options=wrong).check(source)
+            check_weight_map(replace(found, options=wrong), source)
 
 
 def test_small_states_of_many_prompts_are_kept() -> None:

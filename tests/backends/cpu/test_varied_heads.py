@@ -18,6 +18,7 @@ from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.models.loader import load_model
 from ngramspec.models.parameters import make_params_source
 
@@ -80,7 +81,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     source, layers = make_params_source(make_model("inputs and shared keys")), found.layers
     again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
     assert again == found
-    again.check(source)
+    check_weight_map(again, source)
     own, shared = layers[0].heads, layers[6].heads
     assert own is not None
     assert shared is not None
@@ -96,7 +97,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     ):  # fmt: skip
         wrong = [replace(layer, **changes) if j == i else layer for j, layer in enumerate(layers)]  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"heads|is wanted|has an end|some layers only|do not fit|an MLP of"):
-            replace(found, layers=wrong).check(source)
+            check_weight_map(replace(found, layers=wrong), source)
     assert found.inputs is not None
     with pytest.raises(ValueError, match="is wanted"):
-        replace(found, inputs=found.inputs._replace(table=found.embedding)).check(source)
+        check_weight_map(replace(found, inputs=found.inputs._replace(table=found.embedding)), source)
