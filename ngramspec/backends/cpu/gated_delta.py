@@ -127,12 +127,9 @@ def run_recurrent(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
     matrices, tables, numbers = model.weights.matrices, model.weights.tables, model.weights.numbers
-    variants = model.variants
-    which, options, more, states = variants.which, variants.options, variants.matrices, variants.states
-    conv, rates, norms = variants.conv, variants.rates, variants.norms
-    work = model.work
+    (options, more, conv, rates, norms, states), work = model.recurrent, model.work
     normed, codes, act_scales, qkv, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.mixed
-    i_layer = which[layer]
+    i_layer = model.kinds.mixers[layer]
     of_layer, columns = np.empty((4, matrices.shape[1]), np.int64), np.zeros(4, np.int64)
     for i in range(4):
         for j in range(matrices.shape[1]):

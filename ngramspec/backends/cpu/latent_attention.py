@@ -144,7 +144,7 @@ def run_latent(part, layer, shared):
     numbers, functions, cos, sin, scales = weights.numbers, weights.functions, weights.cos, weights.sin, weights.query_scales
     (options, fields, norms, all_eps), (made, head_codes, head_scales, latents) = model.latent
     normed, codes, act_scales, inputs, q, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.q, work.mixed
-    i_keys = model.variants.kv_layers[layer]
+    i_keys = model.kinds.attending[layer]
     keys, values, m, more = model.pool[0][i_keys], model.pool[1][i_keys], matrices[7 * layer : 7 * layer + 3], fields[i_keys]
     n_heads, query_rank, value_dim, rank, plain = q.shape[1], options[QUERY_RANK], options[VALUE_DIM], options[RANK], options[PLAIN]
     quantise, interleaved, eps, which = functions[QUANTISE], form[INTERLEAVED], all_eps[0], rotary[layer]

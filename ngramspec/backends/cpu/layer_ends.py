@@ -51,7 +51,7 @@ def _make_inputs(part, shared):
     model, p = shared.model, shared.current
     state, ids, n_threads = p.state, p.input_ids, p.tokens.shape[0]
     of_model, tables, numbers, functions = model.weights.matrices, model.weights.tables, model.weights.numbers, model.weights.functions
-    inputs, matrices, of_layers = model.variants.gates, model.variants.matrices, model.variants.norms
+    inputs, matrices, of_layers = model.work.layer_inputs, model.varied.matrices, model.varied.factors
     n_layers, n_inputs = of_layers.shape[0] - 1, (inputs.shape[1] - DEPTH) // (of_layers.shape[0] - 1)
     factors, norm = of_layers[n_layers, :INPUT_NORM], of_layers[n_layers, INPUT_NORM : INPUT_NORM + n_inputs]
     normed, codes, act_scales = model.work.normed, model.work.codes, model.work.act_scales
@@ -93,7 +93,7 @@ def _run_experts(part, layer, shared):
     weights, work = model.weights, model.work
     tables, post_norms, experts = weights.tables, weights.post_norms, weights.experts
     numbers, functions = weights.numbers, weights.functions
-    all_norms, of_layers = model.variants.rates, model.variants.norms
+    all_norms, of_layers = model.varied.norms, model.varied.factors
     x, delta, normed, codes, act_scales, summed = work.x, work.delta, work.normed, work.codes, work.act_scales, work.qkv
     pairs = work.pairs
     norms, eps, hidden = all_norms[layer], numbers[EPS], x.shape[1]
@@ -139,10 +139,10 @@ def run_layer_end(part, layer, shared):
     """Run the parts of a layer's end, from `part` on: from the MLP's output to rows that nothing has to be added to."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    weights, work, variants = model.weights, model.work, model.variants
+    weights, work, varied = model.weights, model.work, model.varied
     tables, post_norms, experts = weights.tables, weights.post_norms, weights.experts
     numbers, functions = weights.numbers, weights.functions
-    inputs, matrices, norms, of_layers = variants.gates, variants.matrices, variants.rates, variants.norms
+    inputs, matrices, norms, of_layers = work.layer_inputs, varied.matrices, varied.norms, varied.factors
     if experts[1].shape[0] > 0 and experts[1][layer, moe.N_EXPERTS] > 0:
         _run_experts(part, layer, shared)
         return

@@ -59,10 +59,12 @@ from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix, make_co
 from ngramspec.backends.cpu.pass_structs import (
     CompiledModel,
     CompiledPass,
+    LayerKinds,
     PassBuffers,
-    PassVariants,
     PassWeights,
+    RecurrentArrays,
     SharedPass,
+    VariedArrays,
     fill_pass,
     make_compiled_model,
     make_compiled_pass,
@@ -99,8 +101,6 @@ class _Buffers(NamedTuple):
 
     n_rows: int
     work: PassBuffers
-    gates: np.ndarray
-    """[n_rows, heads · D], or [0, 0] without gates; in their place tokens' inputs to layers, [n_rows, L · P, and a quant block]."""
     heads: tuple[np.ndarray, ...]
     """Those of latent attention."""
 
@@ -130,8 +130,10 @@ class LlamaDecoder:
         self.vocab_size = head.weight.n_out
         mixed = [layer.experts for layer in layers if layer.experts]
         self._n_inputs = 0 if inputs is None else len(inputs.norm)
-        varied = any(layer.heads or layer.end for layer in layers)
-        self._variants, more = _describe_varied(layers, inputs, self.hidden) if varied else _describe_recurrent(layers, options)
+        self._kinds = _number_layers(layers, options)
+        self._recurrent, more = _describe_recurrent(layers, options)
+        self._varied, at_ends = _describe_varied(layers, inputs, self.hidden)
+        more += at_ends
         self._latent = describe_latent(layers, options.latent)
         more += [m for layer in layers if layer.latent for m in (layer.latent.queries, layer.latent.keys) if m is not None]
         self.matrices = [
@@ -278,12 +280,13 @@ class LlamaDecoder:
                 self._rotary, self.options.form, self.options.numbers, self._functions, *self._angles_so_far, self._scales, self._experts,
                 self._sinks,
             )  # fmt: skip
-            variants = self._variants._replace(gates=self._buffers.gates, states=pool.states)
-            work = self._buffers.work
+            recurrent, work = self._recurrent._replace(states=pool.states), self._buffers.work
             latent = self._latent, self._buffers.heads
             own_heads = self.options.latent or any(layer.heads for layer in self.layers)  # they write elsewhere, without gaps between rows
             self._functions[ATTEND] = find_attention(pool.all_keys.dtype, None if own_heads else work.heads)
-            self._model, self._model_of = make_compiled_model(weights, (pool.all_keys, pool.all_values), work, variants, latent), of
+            kv = pool.all_keys, pool.all_values
+            self._model = make_compiled_model(weights, self._kinds, kv, work, recurrent, self._varied, latent)
+            self._model_of = of
         return self._model
 
     def _ensure_buffers(self, n_rows: int) -> None:
@@ -308,14 +311,14 @@ class LlamaDecoder:
             if latent is None:
                 heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
             layers_of_experts = [each.experts for each in self.layers if each.experts]
+            gates = zeros(n_heads * head_dim) if self.options.gated else _NOTHING
+            layer_inputs = zeros(self._n_inputs * len(self.layers) + DEPTH) if self._n_inputs else _NOTHING
             work = PassBuffers(
-                zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), *make_code_buffers(n, codes),
+                zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), *make_code_buffers(n, codes), gates, layer_inputs,
                 zeros(inputs * WIDTH), zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
                 *make_code_buffers(n, inner), moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)),
             )  # fmt: skip
-            n_gates = n_heads * head_dim if self.options.gated else self._n_inputs and self._n_inputs * len(self.layers) + DEPTH
-            gates = zeros(n_gates) if n_gates else np.zeros((0, 0), np.float32)
-            self._buffers = _Buffers(n, work, gates, make_head_buffers(latent, n_heads, n))
+            self._buffers = _Buffers(n, work, make_head_buffers(latent, n_heads, n))
 
     def _ensure_angles(self, n_positions: int) -> None:
         while (n := self._angles_so_far[0].shape[1]) < n_positions:
@@ -340,18 +343,20 @@ def count_parts(n_layers: int) -> int:
     return PARTS * n_layers + 4
 
 
-def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) -> tuple[PassVariants, list[Matrix]]:
-    """Return what `gated_delta`, `short_conv` or `mamba2` reads of the layers with a state, R of L, and matrices that are not among a
-    layer's seven.
-
-    `options` [5]; `matrices` [R, MATRIX]: fields of the fourth matrix of inputs; `conv` [R, groups, taps, inputs], for Mamba-2 with a bias
-    after the taps; `rates` [R, 2, heads], for Mamba-2 [R, 5, heads]; `norms` [R, V].
-    """
-    found = [layer.recurrent for layer in layers if layer.recurrent]
-    options, keeps_state = of_model.recurrent, [layer.keeps_state for layer in layers]
+def _number_layers(layers: Sequence[LayerWeights], of_model: ModelOptions) -> LayerKinds:
+    """Number the layers whose mixer is not Llama's attention, and those with keys and values."""
     attends = [bool(layer.mixer) and not layer.keeps_state for layer in layers]
-    mixed_apart = attends if of_model.latent else keeps_state
-    which, kv_layers = (np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (mixed_apart, attends))
+    mixed_apart = [layer.keeps_state for layer in layers]
+    if any(layer.heads or layer.end for layer in layers):
+        attends = mixed_apart = [True] * len(layers)
+    elif of_model.latent:
+        mixed_apart = attends
+    return LayerKinds(*(np.where(flags, np.cumsum(flags) - 1, -1).astype(np.int64) for flags in (mixed_apart, attends)))
+
+
+def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) -> tuple[RecurrentArrays, list[Matrix]]:
+    """Return what the mixers of layers with a state read, and matrices that are not among a layer's seven."""
+    found, options = [layer.recurrent for layer in layers if layer.recurrent], of_model.recurrent
     numbers = of_model.mamba.numbers if of_model.mamba else np.array(options or (0,) * len(RecurrentOptions._fields), np.int64)
     more = [each.decay_gate for each in found]
 
@@ -369,16 +374,14 @@ def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) 
         mixers = [layer.mamba for layer in layers if layer.mamba]
         conv, norms = [_gather_channel_taps(each.conv, mamba) for each in mixers], [each.norm for each in mixers]
         rates = stack_arrays([_list_rates(each, mamba) for each in mixers], 5, 0)
-    return PassVariants(which, kv_layers, _NOTHING, numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays(norms, 0), ()), more
+    return RecurrentArrays(numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays(norms, 0), ()), more
 
 
-def _describe_varied(layers: Sequence[LayerWeights], inputs: LayerInputs | None, hidden: int) -> tuple[PassVariants, list[Matrix]]:
-    """Return what `varied_heads` and `layer_ends` read of L layers, and matrices that are not among a layer's seven.
-
-    `options` [(L + 1) · HEAD_FIELDS]; `matrices` [2 · L + 2, MATRIX]: fields of a gate and a projection per layer, and of those of
-    `inputs`; `rates` [L, NORMS, H]: norms; `norms` [L + 1, ..]: factors of a layer and of its experts, in the last line factors and norm of
-    `inputs`.
-    """
+def _describe_varied(layers: Sequence[LayerWeights], inputs: LayerInputs | None, hidden: int) -> tuple[VariedArrays, list[Matrix]]:
+    """Return what heads and ends of layers read that are not Llama's, and matrices that are not among a layer's seven."""
+    if not any(layer.heads or layer.end for layer in layers):
+        nothing = np.zeros((0, 0), np.int64)
+        return VariedArrays(nothing, nothing, np.zeros((0, 0, 0), np.float32), _NOTHING), []
     ends, n = [layer.end or LayerEnd(1.0) for layer in layers], len(layers)
     n_numbers = max(
         len(inputs.factors) + len(inputs.norm) if inputs else 0, *(1 + len(end.experts.scales if end.experts else ()) for end in ends)
@@ -402,8 +405,7 @@ def _describe_varied(layers: Sequence[LayerWeights], inputs: LayerInputs | None,
         more += [inputs.projection, inputs.table]
         fields[2 * n :] = inputs.projection.fields, inputs.table.fields
         numbers[n, : 3 + len(inputs.norm)] = *inputs.factors, *inputs.norm
-    which = np.arange(n, dtype=np.int64)
-    return PassVariants(which, which, _NOTHING, heads.reshape(-1), fields, np.zeros((0, 0, 4, 0), np.float32), norms, numbers, ()), more
+    return VariedArrays(heads, fields, norms, numbers), more
 
 
 def _gather_taps(conv: np.ndarray, head: int, options: RecurrentOptions) -> np.ndarray:

@@ -318,8 +318,8 @@ def run_thread(thread, shared):
         matrices, tables, norms, head_norms, post_norms, _, windows, rotary, form, numbers, functions, cos, sin, scales, experts, sinks,
     ) = model.weights  # fmt: skip
     all_keys, all_values = model.pool
-    recurrent, kv_layers = model.variants.which, model.variants.kv_layers
-    x, delta, normed, codes, act_scales, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
+    mixers, attending = model.kinds
+    x, delta, normed, codes, act_scales, _, _, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
     n_rows, n_kv, n_heads, head_dim = p.input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
     eps, quantise, activate = numbers[EPS], functions[QUANTISE], functions[ACTIVATE]
     pieces = min(n_rows, PIECES)
@@ -344,10 +344,10 @@ def run_thread(thread, shared):
         i_post = 2 * layer - 1 if layer > first else np.int64(-1)
         _run_norm_part(state, part, n_rows, i_post, 2 * layer, norm_weights, residual, numbers, functions)
         mixes = m[OUT, PANELS] > 0
-        if recurrent[layer] >= 0:
+        if mixers[layer] >= 0:
             call_compiled(functions[MIXER], (part + 1, layer, shared))
         elif mixes:
-            keys, values = all_keys[kv_layers[layer]], all_values[kv_layers[layer]]
+            keys, values = all_keys[attending[layer]], all_values[attending[layer]]
             run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
             i = take_piece(state, part + 2)
             while i < pieces:

@@ -66,9 +66,9 @@ def _take_gates(x, n_heads, head_dim, gates):
 @njit(cache=True, nogil=True)
 def gate_row(r, layer, shared):
     """Multiply what row r's heads have attended to by their gates; nothing to do in recurrent layers."""
-    if shared.model.variants.which[layer] >= 0:
+    if shared.model.kinds.mixers[layer] >= 0:
         return
-    row, gates = shared.model.work.mixed[r], shared.model.variants.gates[r]
+    row, gates = shared.model.work.mixed[r], shared.model.work.gates[r]
     for j in range(gates.shape[0]):
         row[j] *= gates[j]
 
@@ -90,7 +90,7 @@ def turn_heads(r, layer, shared):
     row, n_heads, head_dim = model.work.qkv[r], model.work.q.shape[1], model.work.q.shape[2]
     at, which = shared.current.positions[r], rotary[layer]
     if form[GATED]:
-        _take_gates(row, n_heads, head_dim, model.variants.gates[r])
+        _take_gates(row, n_heads, head_dim, model.work.gates[r])
     for i in range(2):
         first = i * weights.matrices[7 * layer + Q, PANELS] * WIDTH
         heads = row[first : first + (model.pool[0].shape[2] if i else n_heads) * head_dim]

@@ -106,11 +106,10 @@ def run_mamba2(part, layer, shared):
     """Run the parts of a layer's recurrence, from `part` on: from the normed rows to the heads' outputs."""
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    m, tables, variants = model.weights.matrices[7 * layer : 7 * layer + 3], model.weights.tables, model.variants
-    which, options, conv, rates, states = variants.which, variants.options, variants.conv, variants.rates, variants.states
-    work = model.work
+    m, tables = model.weights.matrices[7 * layer : 7 * layer + 3], model.weights.tables
+    (options, _, conv, rates, _, states), work = model.recurrent, model.work
     normed, codes, act_scales, inputs, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.mixed
-    i_layer, n_pieces, columns = which[layer], conv.shape[1], np.zeros(3, np.int64)
+    i_layer, n_pieces, columns = model.kinds.mixers[layer], conv.shape[1], np.zeros(3, np.int64)
     for i in range(2):
         columns[i + 1] = columns[i] + m[i, PANELS] * WIDTH
     wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
@@ -132,7 +131,7 @@ def run_mamba2(part, layer, shared):
 def norm_gated_row(r, layer, shared):
     """Multiply the heads' outputs of row r by silu(z), and norm them in groups; nothing to do in layers with attention."""
     model = shared.model
-    which, options, norms = model.variants.which, model.variants.options, model.variants.norms
+    which, options, norms = model.kinds.mixers, model.recurrent.options, model.recurrent.norms
     if which[layer] < 0:
         return
     z, row, norm, eps = model.work.qkv[r], model.work.mixed[r], norms[which[layer]], model.weights.numbers[EPS]

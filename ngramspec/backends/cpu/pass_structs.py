@@ -45,6 +45,8 @@ class PassBuffers(NamedTuple):
     normed: np.ndarray  # [T, wide]
     codes: np.ndarray  # of `normed` or `mixed`, with their activation scales: see `matmul.make_code_buffers`
     act_scales: np.ndarray
+    gates: np.ndarray  # [T, heads · D]: of queries; or [0, 0]
+    layer_inputs: np.ndarray  # [T, L · P and a quant block]: tokens' inputs to layers; or [0, 0]
     qkv: np.ndarray  # [T, ..]: queries, keys and values, or the inputs of a recurrent layer
     q: np.ndarray  # [T, heads, D]: rotated queries
     mixed: np.ndarray  # [T, ..]: what the heads attend to, padded to a quant block
@@ -56,21 +58,34 @@ class PassBuffers(NamedTuple):
     pairs: PairBuffers
 
 
-class PassVariants(NamedTuple):
-    """What layers read that differ from Llama's: recurrent ones, or Gemma 4's, which the second of two meanings is for.
+class LayerKinds(NamedTuple):
+    """What attention, or what stands in its place, is in each of the L layers."""
 
-    Both have the same types, so that one compiled pass serves all models. `llama_forward` makes the arrays.
+    mixers: np.ndarray  # [L] int64: number among the layers that the function MIXER computes in place of attention, or -1
+    attending: np.ndarray  # [L] int64: number among the layers with keys and values, or -1
+
+
+class RecurrentArrays(NamedTuple):
+    """What the R layers with a state read (`gated_delta`, `short_conv` or `mamba2`); empty without such layers.
+
+    All models have arrays of the same types, so that one compiled pass serves them; this holds for `VariedArrays`, too.
     """
 
-    which: np.ndarray  # [L] int64: number among the layers that MIXER computes, or -1
-    kv_layers: np.ndarray  # [L] int64: number among the layers with keys and values, or -1
-    gates: np.ndarray  # [T, heads · D]: of queries; or tokens' inputs to layers, [T, L · P and a quant block]
-    options: np.ndarray  # options of recurrent layers; or HEAD_FIELDS of each layer's heads
-    matrices: np.ndarray  # [.., MATRIX] int64: those that are not among a layer's seven
-    conv: np.ndarray  # convolutions by groups of channels
-    rates: np.ndarray  # decays and their biases; or norms of a layer's end [L, NORMS, H]
-    norms: np.ndarray  # [R, V]; or factors of a layer's end [L + 1, ..]
+    options: np.ndarray  # int64: `RecurrentOptions`, or `MambaOptions.numbers`
+    decay_gates: np.ndarray  # [R, MATRIX] int64: fields of the fourth matrix of inputs
+    conv: np.ndarray  # [R, groups, taps, inputs]; for Mamba-2 with a bias after the taps
+    rates: np.ndarray  # [R, 2, heads]: decays and their biases; for Mamba-2 [R, 5, heads]
+    norms: np.ndarray  # [R, V]
     states: tuple[np.ndarray, ...]  # of the pool
+
+
+class VariedArrays(NamedTuple):
+    """What layers read whose heads differ (`varied_heads`) or that compute more at their end (`layer_ends`), as Gemma 4's; else empty."""
+
+    heads: np.ndarray  # [L + 1, HEAD_FIELDS] int64
+    matrices: np.ndarray  # [2 · L + 2, MATRIX] int64: fields of a gate and a projection per layer, then of those of tokens' inputs
+    norms: np.ndarray  # [L, NORMS, H]
+    factors: np.ndarray  # [L + 1, ..]: of a layer and of its experts; in the last line factors and norm of tokens' inputs
 
 
 @structref.register
@@ -79,11 +94,11 @@ class CompiledModelType(types.StructRef):
 
 
 class CompiledModel(structref.StructRefProxy):
-    """A decoder as compiled code sees it, with its KV pool and buffers, in one argument: `PassWeights`, keys and values, `PassBuffers`,
-    `PassVariants`, and what latent attention reads."""
+    """A decoder as compiled code sees it, with its KV pool and buffers, in one argument: `PassWeights`, `LayerKinds`, keys and values,
+    `PassBuffers`, `RecurrentArrays`, `VariedArrays`, and what latent attention reads."""
 
 
-structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "pool", "work", "variants", "latent"])
+structref.define_proxy(CompiledModel, CompiledModelType, ["weights", "kinds", "pool", "work", "recurrent", "varied", "latent"])
 
 
 @structref.register

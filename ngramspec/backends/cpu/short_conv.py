@@ -48,10 +48,9 @@ def run_short_conv(part, layer, shared):
     model, p = shared.model, shared.current
     state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
     m, tables = model.weights.matrices[7 * layer : 7 * layer + 3], model.weights.tables
-    which, conv, states = model.variants.which, model.variants.conv, model.variants.states
-    work = model.work
+    conv, states, work = model.recurrent.conv, model.recurrent.states, model.work
     normed, codes, act_scales, inputs, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.mixed
-    i_layer, n_groups, columns = which[layer], conv.shape[1], np.zeros(3, np.int64)
+    i_layer, n_groups, columns = model.kinds.mixers[layer], conv.shape[1], np.zeros(3, np.int64)
     for i in range(2):
         columns[i + 1] = columns[i] + m[i, PANELS] * WIDTH
     wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])

@@ -52,7 +52,7 @@ def run_varied_attention(part, layer, shared):
     weights, work = model.weights, model.work
     matrices, tables, head_norms, windows, rotary = weights.matrices, weights.tables, weights.head_norms, weights.windows, weights.rotary
     numbers, functions, cos, sin = weights.numbers, weights.functions, weights.cos, weights.sin
-    fields = model.variants.options.reshape(-1, HEAD_FIELDS)
+    fields = model.varied.heads
     n_kv, n_dim, n_projections, n_pairs = fields[layer, N_KV], fields[layer, HEAD_DIM], fields[layer, N_PROJECTIONS], fields[layer, N_PAIRS]
     all_keys, all_values = model.pool
     n_blocks = all_keys.size // fields[fields.shape[0] - 1, KEYS_AT]
@@ -95,8 +95,8 @@ def run_varied_attention(part, layer, shared):
 @njit(cache=True, nogil=True)
 def copy_heads_row(r, layer, shared):
     """Copy what the heads of row r have attended to from the place of the queries to that of their outputs."""
-    work, heads = shared.model.work, shared.model.variants.options
-    row, attended = work.mixed[r], _view_heads(work.q, r + 1, heads[layer * HEAD_FIELDS + HEAD_DIM])
+    work, heads = shared.model.work, shared.model.varied.heads
+    row, attended = work.mixed[r], _view_heads(work.q, r + 1, heads[layer, HEAD_DIM])
     n_heads, n_dim = attended.shape[1], attended.shape[2]
     for h in range(n_heads):
         for d in range(n_dim):
