@@ -73,8 +73,7 @@ from ngramspec.backends.cpu.pass_structs import (
     release_logits,
 )
 from ngramspec.backends.cpu.short_conv import run_short_conv
-from ngramspec.backends.cpu.thread_team import ThreadTeam
-from ngramspec.backends.cpu.threads import make_counters
+from ngramspec.backends.cpu.threads import ThreadTeam, make_counters
 from ngramspec.backends.cpu.varied_heads import HEAD_FIELDS, KEYS_AT, copy_heads_row, run_varied_attention
 from ngramspec.datastore.compiled_calls import find_address
 from ngramspec.outputs import BLOCK
@@ -336,6 +335,32 @@ class LlamaDecoder:
     def allocate_logits(self, n: int) -> np.ndarray:
         """Allocate logits of n rows, [n, 16 · panels] float32."""
         return np.empty((n, -(-self.vocab_size // WIDTH) * WIDTH), np.float32)
+
+
+class NativeLlamaForward:
+    """A decoder's pass for compiled code (`backends.base.NativeForward`)."""
+
+    def __init__(self, decoder: LlamaDecoder, pool: KVPool, rows_per_item: int) -> None:
+        self.decoder, self._pool, self.rows_per_item = decoder, pool, rows_per_item
+        self.inputs, self.logits = decoder.make_empty_pass(), decoder.allocate_logits(0)
+        self.n_threads = self.n_best = 1
+        self._model: CompiledModel | None = None
+
+    def reserve(self, n_rows: int, n_positions: int) -> None:
+        self._model = self.decoder.get_compiled_model(self._pool, n_rows, n_positions)
+        if len(self.logits) < n_rows:
+            self.logits = self.decoder.allocate_logits(n_rows)
+
+    def run(self) -> None:
+        assert self._model is not None
+        try:
+            self.decoder.run_pass(self.n_threads, self._model, self.inputs)
+        except BaseException:
+            self._pool.forget_copies()
+            raise
+
+    def keep_paths(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> None:
+        self._pool.move(slots, starts, ends, positions)
 
 
 def count_parts(n_layers: int) -> int:

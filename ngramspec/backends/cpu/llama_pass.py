@@ -41,8 +41,16 @@ from ngramspec.backends.cpu.matmul import (
     quantise_row,
 )
 from ngramspec.backends.cpu.norms import compute_norm_scale, norm_heads, norm_row
-from ngramspec.backends.cpu.thread_team import close_pass, leave_pass, open_pass, take_seat, wait_for_pass
-from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import (
+    close_pass,
+    leave_pass,
+    open_pass,
+    take_next_piece,
+    take_piece,
+    take_seat,
+    wait_for_pass,
+    wait_for_pieces,
+)
 from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.compiled_calls import call_compiled
 from ngramspec.sampling.numeric import soft_cap

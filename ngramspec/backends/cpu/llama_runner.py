@@ -23,9 +23,8 @@ from ngramspec.backends.base import Kept, Runner, RunnerOptions
 from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.formats import QuantFormat
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder
+from ngramspec.backends.cpu.llama_forward import ForwardOutput, LlamaDecoder, NativeLlamaForward
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
-from ngramspec.backends.cpu.native_forward import NativeLlamaForward
 from ngramspec.backends.cpu.packing import packed_bytes
 from ngramspec.backends.cpu.prediction_head import PackedHead, make_head_map
 from ngramspec.backends.cpu.recurrent_pool import RecurrentPool, StateShape

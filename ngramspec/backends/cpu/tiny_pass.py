@@ -16,11 +16,10 @@ from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.codegen.kernels import Kernels
 from ngramspec.backends.cpu.formats import QUANTISED, get_format
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.backends.cpu.llama_forward import LlamaDecoder
+from ngramspec.backends.cpu.llama_forward import LlamaDecoder, NativeLlamaForward
 from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions, OutsideWeights
 from ngramspec.backends.cpu.llama_runner import CpuOptions, make_pool
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, choose_codes, unpack_rows
-from ngramspec.backends.cpu.native_forward import NativeLlamaForward
 from ngramspec.backends.cpu.row_loops import activate_rows, norm_rows
 from ngramspec.models.gguf import read
 from ngramspec.outputs import BLOCK

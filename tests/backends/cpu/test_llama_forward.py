@@ -22,7 +22,7 @@ from ngramspec.backends.cpu.llama_forward import LlamaDecoder
 from ngramspec.backends.cpu.llama_layers import ModelOptions
 from ngramspec.backends.cpu.llama_runner import CpuOptions, HostOutput, LlamaRunner, count_packed_bytes, is_quantised
 from ngramspec.backends.cpu.runner import CpuRunner
-from ngramspec.backends.cpu.thread_team import ThreadTeam
+from ngramspec.backends.cpu.threads import ThreadTeam
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.datastore.cache_dir import cache_dir

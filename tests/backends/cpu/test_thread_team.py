@@ -12,8 +12,18 @@ import pytest
 import tiny_gguf
 from numba import njit
 
-from ngramspec.backends.cpu.thread_team import ThreadTeam, close_pass, leave_pass, open_pass, take_seat, wait_for_pass
-from ngramspec.backends.cpu.threads import make_counters, take_next_piece, take_piece, wait_for_pieces
+from ngramspec.backends.cpu.threads import (
+    ThreadTeam,
+    close_pass,
+    leave_pass,
+    make_counters,
+    open_pass,
+    take_next_piece,
+    take_piece,
+    take_seat,
+    wait_for_pass,
+    wait_for_pieces,
+)
 
 N_PIECES = 50
 
