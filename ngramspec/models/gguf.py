@@ -2,7 +2,7 @@
 
 `read` takes the path of a file, or of any part of a split one, and returns metadata and a directory in which every tensor has a known type,
 a plausible shape and a place of its own within its file; anything else is a typed error. Arrays (mostly vocabularies) are skipped.
-`make_skeleton` writes a header of chosen keys for other programs to read. Nothing here knows what the tensors mean.
+Nothing here knows what the tensors mean.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -13,7 +13,6 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,16 +172,6 @@ def array_length(header: GgufHeader, key: str) -> int:
         return 0
     (count,) = _u64.unpack_from(header.raw, header.spans[key][0] + 8 + len(key.encode()) + 4 + 4)
     return int(count)
-
-
-def make_skeleton(gguf: Gguf, keep: Callable[[str], bool]) -> bytes:
-    """Write a GGUF file with general.alignment, the metadata keys that `keep` accepts, and the same tensor names with one number each."""
-    header = gguf.headers[0]
-    keys = [header.raw[start:end] for key, (start, end) in header.spans.items() if key == "general.alignment" or keep(key)]
-    table = [struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 1, 0, 0) for name in map(str.encode, gguf.tensors)]
-    head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(table), len(keys)), *keys, *table])
-    alignment = header.metadata.get("general.alignment", 32)
-    return head + bytes(-len(head) % alignment) + bytes(alignment)
 
 
 def read_array(gguf: Gguf, key: str) -> list[Any]:

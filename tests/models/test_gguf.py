@@ -224,13 +224,3 @@ def test_what_is_wrong_with_parts_is_told(parts: list[Path], damage: Callable[[l
     damage(parts)
     with pytest.raises(ModelNotFoundError, match=told):
         gguf.read(next(path for path in (parts[0], parts[0].with_name("other.gguf")) if path.exists()))
-
-
-def test_a_skeleton_is_read_by_others(tmp_path: Path) -> None:
-    keys = [*KEYS, key("general.alignment", 4, struct.pack("<I", 64))]
-    read = gguf.read(write(tmp_path / "a.gguf", keys, align=64))
-    (tmp_path / "b.gguf").write_bytes(gguf.make_skeleton(read, {"f", "a"}.__contains__))
-    reader = reference.GGUFReader(tmp_path / "b.gguf")
-    assert [t.name for t in reader.tensors] == ["t", "u"]
-    found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    assert found == {"general.alignment": 64, "f": 0.5, "a": ["xy", ""]}
