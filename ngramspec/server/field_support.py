@@ -155,7 +155,8 @@ _ROWS = (
     _done(
         LLAMAS,
         "id_slot",
-        "the slot whose tokens can be saved afterwards; what computes a prompt alone (`n_predict` 0) ends once its slot is named again",
+        "the slot whose tokens can be saved afterwards; what computes a prompt alone (`n_predict` 0) ends once its slot is named again, "
+        "by the same window if that computes a prompt alone, too",
     ),
     _accepted(V1, "id_slot", "there are no slots to choose"),
     _accepted(

@@ -222,11 +222,17 @@ def test_a_warm_up_computes_the_prompt_for_what_follows(editor: httpx.Client) ->
     assert second["timings"]["prompt_n"] == second["tokens_evaluated"] - second["tokens_cached"]
 
 
-@pytest.mark.parametrize(("slot", "ends"), [(0, True), (1, False), (-1, False)])
+@pytest.mark.parametrize(
+    ("slot", "shares", "n_predict", "ends"),
+    [(0, True, 1, True), (0, True, 0, True), (0, False, 1, True), (0, False, 0, False), (1, True, 1, False), (-1, True, 1, False)],
+)
 def test_a_warm_up_ends_when_its_slot_is_asked_again(
-    editor: httpx.Client, fim_engine: Engine, monkeypatch: pytest.MonkeyPatch, slot: int, ends: bool
+    editor: httpx.Client, fim_engine: Engine, monkeypatch: pytest.MonkeyPatch, slot: int, shares: bool, n_predict: int, ends: bool
 ) -> None:
-    """A client that moves on sends the next one while the first is computed, which would hold up what is waited for."""
+    """A client that moves on sends the next one while the first is computed, which would hold up what is waited for.
+
+    Two windows of an editor both name slot 0. A warm-up that has no part of a file in common with the first is another window's.
+    """
     forward, rows, began, asked = fim_engine.runner.forward, list[int](), threading.Event(), threading.Event()
 
     def count_rows(batch: Batch) -> Any:
@@ -238,8 +244,10 @@ def test_a_warm_up_ends_when_its_slot_is_asked_again(
     monkeypatch.setattr(fim_engine.runner, "forward", count_rows)
     monkeypatch.setattr(fim_engine.core.scheduler, "max_rows", 256)
     warm = {"id_slot": 0, "input_prefix": "", "input_suffix": "", "n_predict": 0, "speculation": False}
-    warm["input_extra"] = [{"text": f"{slot} of a file to be read\n" * 60, "filename": "warm.py"}]
-    other = {"id_slot": slot, "input_prefix": "a = ", "input_suffix": "\n", "n_predict": 1, "speculation": False}
+    part = {"text": "b = 1\n", "filename": "b.py"}
+    warm["input_extra"] = [{"text": f"{slot}{shares:d}{n_predict} of a file to be\n" * 60, "filename": "warm.py"}, part]
+    other = {"id_slot": slot, "input_prefix": "a = ", "input_suffix": "\n", "n_predict": n_predict, "speculation": False}
+    other["input_extra"] = [part] if shares else []
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(post, editor, "/infill", warm)
         assert began.wait(20)

@@ -118,8 +118,8 @@ class _LlamaHandler:
         self.state, self.engine, self.admission = state, state.engine, state.admission
         self.format = AnswerFormat(state.engine, tokens, state.names[0])
         self.n_slots = int(state.engine.props()["max_seqs"])
-        self._warm_ups: dict[tuple[str, int], Reservation] = {}
-        """What computes prompts alone, by tenant and `id_slot`."""
+        self._warm_ups: dict[Reservation, tuple[tuple[str, int], frozenset[str]]] = {}
+        """What computes prompts alone: its tenant and `id_slot`, and the parts of files in it."""
         self.saved: SavedSlots | None = None
         if (folder := state.settings.slot_save_path) is not None:
             most = state.engine.max_model_len - 1
@@ -206,18 +206,20 @@ class _LlamaHandler:
         answers = [LlamaAnswer(each, body, self._note_slot) for each in inputs]
         deltas = self.admission.stream(reservation, http, inputs)
         place = inputs[0].hints["tenant"] or "", body.id_slot
-        if body.id_slot >= 0 and (earlier := self._warm_ups.pop(place, None)) is not None:
-            for request in earlier.requests:
-                request.cancel()  # what it has computed stays in the prefix cache
+        parts = frozenset(part.text for part in body.input_extra) if isinstance(body, InfillBody) else frozenset[str]()
+        for earlier, (slot, known) in self._warm_ups.items() if body.id_slot >= 0 else ():
+            is_of_this_window = bool(known & parts) or not (known or parts)  # all of them name slot 0
+            if slot == place and (is_of_this_window or body.n_predict != 0):  # nobody waits for another window's
+                for request in earlier.requests:
+                    request.cancel()  # what it has computed stays in the prefix cache
         if body.stream:
             return EventStream(reservation, self.format.events(reservation, deltas, answers), done=False)
         if body.n_predict == 0 and body.id_slot >= 0:
-            self._warm_ups[place] = reservation
+            self._warm_ups[reservation] = place, parts
         try:
             await run_unless_gone(http, run_to_end(reservation, deltas, answers))
         finally:
-            if self._warm_ups.get(place) is reservation:
-                del self._warm_ups[place]
+            self._warm_ups.pop(reservation, None)
         found = [self.format.describe(i, answer) for i, answer in enumerate(answers)]
         return found if several or len(found) > 1 else found[0]
 
