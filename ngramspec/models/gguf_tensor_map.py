@@ -43,7 +43,8 @@ class TensorUse(NamedTuple):
     other: str = ""
     """Another tensor, whose rows follow, of experts in every expert."""
     parts: RowParts = ()
-    """Rows of each group that a divided tensor has for the parameter, or of each head for its keys, or those that are halved."""
+    """Rows of each group that a divided tensor has for the parameter, or of each head for its keys, or those that are halved, or of all
+    keys that are repeated."""
 
 
 _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<kind>weight|bias|scale))?")
@@ -149,10 +150,11 @@ def _make_use(row: Architecture, config: Config, name: str, stem: str, kind: str
     heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"] if rule in ("interleaved", "halved") else 0
     if stem.endswith("norm"):
         heads = min(1, heads)  # all heads have the same
+    n = n_halved if rule == "halved" else 0
     if rule == "repeated":
         heads = config["linear_key_repeats"]
-        rule = rule if heads > 1 else "same"
-    return TensorUse(name, rule, heads, first, end, parts=((0, n_halved),) if rule == "halved" else ())
+        rule, n = (rule, config["linear_num_key_heads"] // heads * config["linear_key_head_dim"]) if heads > 1 else ("same", 0)
+    return TensorUse(name, rule, heads, first, end, parts=((0, n),) if n else ())
 
 
 def _split_fused(row: Architecture, config: Config, tensor: GgufTensor, layer: int, kind: str) -> dict[str, TensorUse]:

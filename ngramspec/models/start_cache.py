@@ -59,7 +59,7 @@ from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 Progress = Callable[[str], None]
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 10  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 11  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
@@ -260,7 +260,7 @@ def reopen_model(file: Gguf, tokenizer: Any, cache_dir: Path) -> CachedModel | N
     folder = get_folder_path(file, cache_dir)
     if not is_intact(folder, file):
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UnsupportedModelError):
         config = json.loads((folder / "config.json").read_bytes())
         ends = read_end_token_ids(folder, tokenizer)
         tokenizer = tokenizer or DeferredTokenizer(folder)
@@ -280,7 +280,7 @@ def read_tensor_source(file: Gguf, folder: Path) -> TensorSource:
     files = {header.path: WeightFile(header.path) for header in file.headers}
     names = read_tensor_names(folder)
     stored = {name: _locate_parameter(file, files, name, use) for name, use in names.items() if not name.startswith(HEAD)}
-    return TensorSource(stored | locate_head(file, files, names), file.n_bytes)
+    return TensorSource(stored | locate_head(file, files, names) | locate_heads(file, files, names), file.n_bytes)
 
 
 def locate_head(file: Gguf, files: dict[Path, WeightFile], names: dict[str, TensorUse]) -> dict[str, StoredTensor]:
@@ -325,7 +325,9 @@ def _locate_parameter(file: Gguf, files: dict[Path, WeightFile], name: str, use:
         shape = (shape[0], 1, shape[1])
     if use.end:
         shape = (use.end - use.first, *shape[1:])
-    if use.parts:
+    if use.rule == "repeated":
+        shape = (shape[0] + 2 * (use.heads - 1) * count_divided_rows(1, use.parts), *shape[1:])
+    if use.rule == "divided":
         shape = (count_divided_rows(use.heads, use.parts), *shape[1:])
     if name.endswith(_VECTORS):
         shape = (math.prod(shape),)

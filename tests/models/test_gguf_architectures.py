@@ -21,6 +21,7 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.gguf_architectures import ARCHITECTURES, read_config
 from ngramspec.models.loader import load_model, open_model
+from ngramspec.models.start_cache import reopen_model
 from ngramspec.sampling.batch import Span
 
 RECORD = json.loads((Path(__file__).parent / "logits.json").read_text())
@@ -129,6 +130,18 @@ def test_drafts_batches_and_later_starts_change_no_token(case: str, tmp_path: Pa
         assert [[c.token_ids for c in engine.complete(prompts, p)] for p in params] == alone
     with Engine(path, max_model_len=128, max_seqs=4) as engine:
         assert [[c.token_ids for c in engine.complete(prompts, p)] for p in params] == alone
+
+
+@pytest.mark.parametrize("case", tiny_architectures.CASES)
+def test_later_starts_read_the_same_weights(case: str, tmp_path: Path) -> None:
+    path = tiny_architectures.write(tmp_path / "model.gguf", case)
+    first, again = open_model(str(path), cache_dir=tmp_path).source, reopen_model(gguf.read(path), None, tmp_path)
+    if again is None and case in BY_MODULES:
+        return  # such a model is opened as at the first start
+    assert again is not None
+    assert first.keys() - again.source.keys() <= {"lm_head.weight"}, "which may be the embedding"
+    for name in first.keys() & again.source.keys():
+        assert np.array_equal(again.source[name].float32().squeeze(), first[name].float32().squeeze()), name
 
 
 def test_every_row_of_the_table_is_compared() -> None:
