@@ -127,9 +127,7 @@ class RequestMiddleware:
         given = given_key(scope["headers"])
         key = None if given is None or not len(self.keyring) else self.keyring.find(given)
         is_known = key is not None or not len(self.keyring)
-        body = await read_body(scope, receive, self.limits if is_known else self.limits.model_copy(update={"image_bytes": 0}))
-        if not is_known:
-            body = b""  # not parsed: the application refuses the request, or the route takes no body
+        body = await read_body(scope, receive, self.limits, keep=is_known)  # else the request is refused, or its route takes no body
         scope["state"]["key"] = key
         if is_known:
             if scope["method"] == "POST" and scope["path"] in self.generating:
@@ -217,10 +215,10 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]], limits: Limits) -> Non
             raise ApiError(415, f"bodies are read as they are, without Content-Encoding, got {shown!r}", headers={"Connection": "close"})
 
 
-async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """Return the whole body, however it is sent. Raises ApiError 413, ClientGone."""
+async def read_body(scope: Scope, receive: Receive, limits: Limits, *, keep: bool = True) -> bytes:
+    """Return the whole body, however it is sent; if `keep` is false, b"" once it has come. Raises ApiError 413, ClientGone."""
     headers = dict(scope["headers"])
-    limit = limits.body_bytes + limits.image_bytes
+    limit = limits.body_bytes + (limits.image_bytes if keep else 0)
     most = max(limit, _UNREAD * limits.body_bytes)
     length = headers.get(b"content-length", b"0")
     declared = int(length) if length.isdigit() and len(length) < 19 else most + 1
@@ -237,7 +235,7 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
             raise _too_long(limits)
         is_last = not message.get("more_body", False)
         is_too_long |= size > limit
-        if not is_too_long:  # else the rest is read, and refused
+        if keep and not is_too_long:  # else the rest is read, and dropped
             read += chunk
             if len(read) > limits.body_bytes and (is_last or len(read) > 2 * limits.body_bytes):  # as rarely as takes linear time
                 read = drop_image_data(read)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
 import socket
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from tiny_server import Server
 
 from ngramspec.server.logs import JsonFormatter
+from ngramspec.server.middleware import read_body
 from ngramspec.server.settings import Limits, ServerSettings
 
 GOOD = {"prompt": "ab", "max_tokens": 2}
@@ -83,6 +86,26 @@ def test_several_screenshots_in_one_list_do_not_count_as_text(client: httpx.Clie
         assert answer.status_code == 200, answer.text
     longer = body.replace(b'"content": "a"', b'"content": "%b"' % (b"a b" * MIB))
     assert client.post("/api/chat", content=longer).status_code == 413
+
+
+@pytest.mark.parametrize(("keep", "most"), [(True, 4 * MIB), (False, 0)])
+def test_memory_of_a_body_that_is_coming(keep: bool, most: int) -> None:
+    """Whoever has no valid key can have the server hold no body, on however many connections."""
+    chunks = [bytes(MIB // 2)] * 4
+    held: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        held.append(tracemalloc.get_traced_memory()[0])
+        return {"type": "http.request", "body": chunks.pop(), "more_body": bool(chunks)}
+
+    tracemalloc.start()
+    try:
+        body = asyncio.run(read_body({"headers": []}, receive, Limits(), keep=keep))
+    finally:
+        tracemalloc.stop()
+    assert len(body) == (2 * MIB if keep else 0)
+    assert max(held) - held[0] <= most + MIB // 4
+    assert max(held) - held[0] >= (MIB if keep else 0)
 
 
 def test_bodies_that_are_far_too_long_are_not_read(server: Server) -> None:
