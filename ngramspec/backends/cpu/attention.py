@@ -311,36 +311,6 @@ def _attend(q, kv, out, rows, of_layer, n_threads):
         attend_piece(np.int64(i), splits, q, kv, out, rows, of_layer)
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: KVPool,
-    layer: int,
-    batch: Batch,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Write the rows' keys and values to `pool` and return the attention output.
-
-    q [T, H, D], k and v [T, Hk, D], float32 on the CPU; returns [T, H, D]. `window` and `softcap` of 0 mean none; sinks [H]: see
-    `attend_piece`.
-    """
-    import torch
-
-    keys, values = pool.keys[layer], pool.values[layer]
-    assert k.shape[1:] == (keys.shape[1], keys.shape[2]), (k.shape, keys.shape)
-    _write_kv(k.contiguous().numpy(), v.contiguous().numpy(), keys, values, batch.blocks, batch.offsets)
-    out = torch.empty(q.shape, dtype=torch.float32)
-    rows = batch.items, batch.tables, batch.positions, batch.bases, batch.paths
-    logits = np.zeros(0, np.float32) if sinks is None else sinks.float().contiguous().numpy()
-    _attend(q.contiguous().numpy(), (keys, values), out.numpy(), rows, (_F(scale), int(window), _F(softcap), logits), get_num_threads())
-    return out
-
-
 @dataclass(slots=True)
 class CpuAttentionPass:
     """Attention of one pass, given to the model's layers as the keyword argument `ngramspec` (`models.masks.AttentionPass`).
@@ -357,6 +327,17 @@ class CpuAttentionPass:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        """Write the rows' keys and values to the pool and return the attention output [T, H, D].
+
+        q [T, H, D], k and v [T, Hk, D], float32. `window` and `softcap` of 0 mean none; sinks [H]: see `attend_piece`.
+        """
         if found := {str(x.dtype) for x in (q, k, v)} - {"torch.float32"}:
             raise UnsupportedModelError(f"layer {layer}: attention over {', '.join(found)}; on the CPU it is computed in torch.float32")
-        return attend(q, k, v, self.pool, self.kv_layers[layer], self.batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        kv = keys, values = self.pool.keys[self.kv_layers[layer]], self.pool.values[self.kv_layers[layer]]
+        assert k.shape[1:] == (keys.shape[1], keys.shape[2]), (k.shape, keys.shape)
+        batch, out = self.batch, q.new_empty(q.shape)
+        _write_kv(k.contiguous().numpy(), v.contiguous().numpy(), keys, values, batch.blocks, batch.offsets)
+        rows = batch.items, batch.tables, batch.positions, batch.bases, batch.paths
+        logits = np.zeros(0, np.float32) if sinks is None else sinks.float().contiguous().numpy()
+        _attend(q.contiguous().numpy(), kv, out.numpy(), rows, (_F(scale), int(window), _F(softcap), logits), get_num_threads())
+        return out
