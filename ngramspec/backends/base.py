@@ -178,6 +178,8 @@ class Runner(ABC):
     """What `self_test` found to depend on something else than a row, in words: which kernel, in which shape."""
     policies: Mapping[tuple[int, int], LinearPolicy]
     """How matrix products with a weight [N, K] are computed, by (N, K)."""
+    unproven: Sequence[str] = ()
+    """Paths of modules whose rows may depend on their number, whatever the self-test finds."""
     tokenizer: Any = None
     """The model's own, if it has one. Set by the engine, as is `max_model_len`, for those that compare another model with this one."""
     max_model_len: int
@@ -260,6 +262,7 @@ class Runner(ABC):
     def prove(self) -> None:
         """Set `exactness`: "bitwise" where the policies and `self_test` prove rows independent of each other, else "numerical"."""
         doubted = [f"{shape}: {policy}" for shape, policy in self.policies.items() if not policy.bitwise]
+        doubted += [f"{path}: transformers' own" for path in self.unproven]
         self.violations = []
         self.exactness = "bitwise" if not doubted and self.self_test() else "numerical"
         if self.exactness == "numerical":

@@ -62,6 +62,8 @@ class ModulePatcher:
         """Packed matrices by the path of their layer."""
         self.experts: dict[str, list[Matrix]] = {}
         """Gate, up and down of a layer's experts by the name of the first two's parameter."""
+        self.unproven: list[str] = []
+        """Paths of routers and experts that compute something else and stay as they are: their rows may depend on their number."""
         self._done, self._told_s = 0, -math.inf
 
     def bind(self) -> None:
@@ -93,6 +95,8 @@ class ModulePatcher:
                 elif (other := self._pack_experts(at + name, child) or self._pack_router(at + name, child)) is not None:
                     replaced.update(child.modules())
                     setattr(parent, name, other)
+                elif locate_router_parts(child) is not None or "down_proj" in child._parameters:
+                    self.unproven.append(at + name)
         for path, module in self.model.named_modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and (parameter.is_meta or parameter.dtype != torch.float32):

@@ -123,7 +123,7 @@ class CpuRunner(LlamaRunner):
             )
         if self.weight_map is None and attentions:
             raise UnsupportedModelError(f"{type(model).__name__}: its layers with latent attention have another form than DeepSeek's")
-        self.policies = collect_policies(binder.matrices.values())
+        self.policies, self.unproven = collect_policies(binder.matrices.values()), binder.unproven
         self.has_experts = bool(binder.experts)
         state_shape = self.weight_map.state_shape if self.weight_map else None
         value_dim = self.weight_map.value_dim if self.weight_map else 0

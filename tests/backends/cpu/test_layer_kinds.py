@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 
+from ngramspec import Engine
 from ngramspec.backends.cpu import runner as runner_module
 from ngramspec.backends.cpu import weight_map_build
 from ngramspec.backends.cpu.llama_runner import CpuOptions
@@ -375,3 +376,10 @@ def test_reasons_are_the_true_ones(family: str, tmp_path: Path) -> None:
     tiny.byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
         bind(tmp_path)
+
+
+def test_a_router_of_another_kind_is_never_called_bitwise(tmp_path: Path) -> None:
+    """The self-test may find rows equal where others are not."""
+    path = tiny.save_model(tmp_path, "phimoe", lambda: tiny.tiny_model("phimoe", num_local_experts=8, num_experts_per_tok=2))
+    with Engine(path, quantize="q8_0", max_model_len=64) as engine:
+        assert engine.exactness == "numerical"
