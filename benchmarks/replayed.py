@@ -18,10 +18,11 @@ from benchmarks.common import SLOPES, time_ms
 from benchmarks.our_engine import make_chain
 from benchmarks.recordings import RecordedText
 from ngramspec.datastore import Datastore
+from ngramspec.defaults import ANSWERS, HISTORY
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.speculative.base import DraftOptions, DraftParams, PassTopK, SequenceInfo
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
-from ngramspec.speculative.proposer import ANSWERS, HISTORY, TreeProposer
+from ngramspec.speculative.proposer import TreeProposer
 
 MAX_ROWS = 64  # of a draft
 FIGURES = ("tokens_per_pass", "rows_per_pass", "us_per_pass", "speed_flat", "speed_steep")

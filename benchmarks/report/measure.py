@@ -29,13 +29,14 @@ from benchmarks.recordings import RecordedText
 from benchmarks.replay import make_peers
 from benchmarks.report.categories import Category
 from ngramspec import Engine, SamplingParams
+from ngramspec.defaults import SPEC_LENGTH, SPEC_ROWS
 from ngramspec.engine.acceptance import acceptance
 from ngramspec.outputs import KEPT
 from ngramspec.papers.count_drafter import Counts
 from ngramspec.papers.registry import make_drafter
 from ngramspec.speculative.base import CanDraw, Drafter, DraftOptions, Speculator
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
-from ngramspec.speculative.proposer import SPEC_LENGTH, SPEC_ROWS, TreeProposer
+from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.speculative.single import SingleDrafter
 
 Cell = dict[str, Any]
