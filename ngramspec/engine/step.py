@@ -121,14 +121,16 @@ class Core:
     def idle_after_s(self) -> float | None:
         """Seconds without a request after which `work_idle` has something to do; None if there is nothing."""
         until_saving_s = None if self.prefixes is None else self.prefixes.idle_after_s
-        return IDLE_S if self._has_small_pages else until_saving_s
+        if not self._has_small_pages:
+            return until_saving_s
+        return IDLE_S if until_saving_s is None else min(IDLE_S, until_saving_s)
 
     def work_idle(self) -> None:
         """Do a few milliseconds of what can wait until there is no request."""
-        if self._has_small_pages:
-            self.enlarge_page()
-        elif self.prefixes is not None:
+        if self.prefixes is not None and (self.prefixes.idle_after_s == 0 or not self._has_small_pages):
             self.prefixes.save_some()
+        else:
+            self.enlarge_page()
 
     def enlarge_page(self) -> None:
         """Move some weights into a large page of memory, if they are in small ones."""

@@ -9,6 +9,7 @@ when it is first touched, a large page takes up to 5 ms, and a model of 1 GB too
 
 from __future__ import annotations
 
+import errno
 import functools
 import mmap
 
@@ -55,9 +56,10 @@ class Arena:
             try:
                 pages.madvise(mmap.MADV_HUGEPAGE)
                 pages.madvise(_MADV_COLLAPSE, at, LARGE_PAGE)
-            except OSError:  # nothing has been written there, or there is no large page
-                continue
-            break
+            except OSError as e:
+                if e.errno == errno.EINVAL:  # nothing has been written there
+                    continue
+            break  # also if no large page is to be had, which the system may have looked for
         return bool(self._small)
 
 
@@ -81,7 +83,7 @@ def can_move_pages() -> bool:
     """Return whether the system moves what lies in small pages into a large one when it is told to."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
-    with mmap.mmap(-1, 2 * LARGE_PAGE, **_PRIVATE) as pages:
+    with _map_pages(2 * LARGE_PAGE) as pages:
         pages[0] = pages[LARGE_PAGE] = pages[2 * LARGE_PAGE - 1] = 1  # a byte or more of every large page
         try:
             pages.madvise(_MADV_COLLAPSE)
