@@ -147,6 +147,8 @@ def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> PreTrainedTok
         if path.is_file():
             path = get_derived_folder(gguf.read(path), gguf_hf_mapping.derive, cache_dir or default_cache_dir(), _no_progress, stack)
         header_limits.check_files(path, spec)
+        if (path / "config.json").is_file():
+            _check_dtype(header_limits.read_object(path / "config.json", spec), spec)
         tokenizer = _read_tokenizer(path, spec)
         return tokenizer.whole if isinstance(tokenizer, DeferredTokenizer) else tokenizer
 
@@ -185,6 +187,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             folder = get_derived_folder(file, gguf_hf_mapping.derive, cache_dir, progress, stack)
         header_limits.check_files(folder, spec)
         config = header_limits.read_object(folder / "config.json", spec)
+        _check_dtype(config, spec)
         config, is_part = _select_text_part(config, spec, progress)
         _check_kind(config, spec)
         tensors = safetensors.read(folder, spec) if file is None else {}
@@ -260,6 +263,18 @@ def _select_text_part(config: dict[str, Any], spec: str, progress: Progress) -> 
     names = ("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
     progress(f"{spec} also reads {'images' if 'vision_config' in others else 'sound'}; here it reads and writes text alone")
     return {name: config[name] for name in names if name in config} | text, True
+
+
+def _check_dtype(config: dict[str, Any], spec: str) -> None:
+    """Refuse a config, or one within it, with a type of numbers that torch lacks, for which transformers reads no tokenizer either."""
+    for name, within in [("", config), *((f"{key}.", value) for key, value in config.items() if key.endswith("_config"))]:
+        for key in ("dtype", "torch_dtype"):
+            value = within.get(key) if isinstance(within, dict) else None
+            known = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+            if not known and value is not None and not isinstance(value, dict):  # some have one for each part
+                raise UnsupportedModelError(
+                    f"{spec}: {name}{key} is {value!r:.80} by its config; accepted: float32, bfloat16, float16, ..."
+                )
 
 
 def _check_kind(config: dict[str, Any], spec: str) -> None:

@@ -150,6 +150,18 @@ def vision(folder: Path) -> None:
     tiny.edit_config(folder, model_type="gemma3", vision_config={})
 
 
+def unknown_dtype(folder: Path) -> None:
+    tiny.edit_config(folder, torch_dtype="float33")
+
+
+def unknown_dtype_within(folder: Path) -> None:
+    tiny.edit_config(folder, text_config={"dtype": "fp16"})
+
+
+def list_of_dtypes(folder: Path) -> None:
+    tiny.edit_config(folder, dtype=["float16"])
+
+
 def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
@@ -177,6 +189,9 @@ def bad_tokenizer(folder: Path) -> None:
         (t5, UnsupportedModelError, "encoder-decoder"),
         (encoder, UnsupportedModelError, "both directions"),
         (vision, UnsupportedModelError, "images"),
+        (unknown_dtype, UnsupportedModelError, "torch_dtype is 'float33' by its config; accepted: float32"),
+        (unknown_dtype_within, UnsupportedModelError, "text_config.dtype is 'fp16'"),
+        (list_of_dtypes, UnsupportedModelError, "dtype is ['float16']"),
         (no_tokenizer, TokenizerError, "tokenizer.json"),
         (bad_tokenizer, TokenizerError, "cannot be read"),
     ],
@@ -188,6 +203,18 @@ def test_what_is_wrong_with_a_folder_is_told(folder: Path, damage: Callable[[Pat
     assert type(raised.value) is error
     assert told in str(raised.value)
     assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize("accepted", ["bfloat16", None, {"": "float16"}])
+def test_dtypes_that_transformers_reads_are_accepted(folder: Path, accepted: object) -> None:
+    tiny.edit_config(folder, dtype=accepted, torch_dtype="float16")
+    assert load_model(str(folder)).model.dtype == torch.float32
+
+
+def test_a_tokenizer_alone_needs_a_known_dtype_too(folder: Path) -> None:
+    unknown_dtype(folder)
+    with pytest.raises(UnsupportedModelError, match="torch_dtype is 'float33'"):
+        load_tokenizer(str(folder))
 
 
 def test_memory_is_checked_before_weights_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
