@@ -97,8 +97,7 @@ class InputProcessor:
             )
             text, hashes = self._make_text_stream(completion.prompt_token_ids, params), block_hashes and block_hashes.copy()
             seqs.append(Sequence(ids, params, sampler, text, options, index=index, block_hashes=hashes))
-        if params.prompt_logprobs is not None:
-            completion.prompt_logprobs = seqs[0].prompt_logprobs = [None]
+        completion.prompt_logprobs = seqs[0].prompt_logprobs
         completion.choices.extend(seq.choice for seq in seqs)
         return seqs
 

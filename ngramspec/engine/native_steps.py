@@ -90,8 +90,7 @@ class NativeSteps:
 
     def can_run(self, rows: Several[ScheduledRows], rule: Acceptance) -> bool:
         """Whether no sequence of these rows needs Python between their pass and the next one."""
-        fits = self._fits and not (self._speculator.needs_hidden_states and any(each.seq.speculation for each in rows))
-        return fits and rule.matches_by_pass and all(_runs_natively(each) and rule.samples_on_device(each.seq) for each in rows)
+        return self._fits and rule.matches_by_pass and all(_runs_natively(each) and rule.samples_on_device(each.seq) for each in rows)
 
     def run(self, seqs: list[Sequence], timing: StepTimer, max_rows: int, interrupt: np.ndarray) -> NativeResult | None:
         """Make as many steps as the time and the drafts allow, until interrupt [1] int64 is not 0.
@@ -106,7 +105,8 @@ class NativeSteps:
             drafting = self._speculator.prepare_native(np.array(slots, np.int32), MAX_NEW_TOKENS)
             if drafting is None:
                 return None
-        budget = self._plan(seqs, drafting, timing, max_rows)
+        speculates = any(seq.max_depth > 0 for seq in seqs)
+        budget = self._plan(seqs, drafting, timing, max_rows, speculates=speculates)
         self._reserve(seqs)
         stats, stats_rows = self._observers.stats_table(seqs)
         table, stops = make_table(seqs, stats_rows)
@@ -114,7 +114,7 @@ class NativeSteps:
         forward.reserve(n_rows, int(table["n_tokens"].max()) + MAX_NEW_TOKENS + n_rows)
         tokens, sources, records = self._begin_call(forward, table, stops, _list_draws(seqs), drafting, budget, stats)
         result = NativeResult(table, tokens, sources, _run_steps(self._state, forward, records, interrupt))
-        timing.record_steps(result.records, len(seqs), speculates=any(seq.max_depth > 0 for seq in seqs))
+        timing.record_steps(result.records, len(seqs), speculates=speculates)
         for seq, fields in zip(seqs, table[["drafting_paused", "cooldown", "last_cooldown", "n_computed"]].tolist(), strict=True):
             seq.drafting_paused, seq.cooldown, seq.last_cooldown, seq.n_computed = fields
         return result
@@ -132,13 +132,14 @@ class NativeSteps:
         slots = np.array([seq.slot for seq, _ in going_on], np.int32)
         self._speculator.advance(len(result.records), slots, [tokens for _, tokens in going_on])
 
-    def _plan(self, seqs: list[Sequence], drafting: NativeDrafting | None, timing: StepTimer, max_rows: int) -> StepBudget:
-        n, n_steps = len(seqs), 1 if any(seq.streams for seq in seqs) else MAX_STEPS
-        speculates = any(seq.max_depth > 0 for seq in seqs)
+    def _plan(
+        self, seqs: list[Sequence], drafting: NativeDrafting | None, timing: StepTimer, max_rows: int, *, speculates: bool
+    ) -> StepBudget:
+        n, n_steps, keys = len(seqs), 1 if any(seq.streams for seq in seqs) else MAX_STEPS, sum(seq.n_tokens for seq in seqs)
         plain = speculates and timing.should_probe()
         if drafting is not None:
             n_steps = 1 if plain else min(n_steps, drafting.n_steps, timing.n_alike_steps)
-        plan = timing.plan(n, n, sum(seq.n_tokens for seq in seqs), 0, drafts=speculates and not plain)
+        plan = timing.plan(n, n, keys, 0, drafts=speculates and not plain)
         return StepBudget(n_steps, plan.cost_ms, plan.threshold, max(min(timing.cost.max_rows, max_rows) - n, 0), plain)
 
     def _reserve(self, seqs: list[Sequence]) -> None:

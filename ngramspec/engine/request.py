@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 Deliver: TypeAlias = Callable[[Delta | Exception], None]
 Files: TypeAlias = Several[tuple[str, str]] | Mapping[str, str]  # path and text
 
+_SAMPLING = options_of(SamplingParams)
 DETOKENIZED_AT_ONCE = 32  # tokens that become text in one go if nobody waits for deltas; more would delay the other sequences
 
 
@@ -102,11 +103,10 @@ def take_options(options: Mapping[str, Any], kind: type) -> tuple[dict[str, Any]
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Hints]:
     """Return the sampling parameters and the hints among the keywords of a prompt. Raises TypeError for others."""
-    known = options_of(SamplingParams)
-    sampling = {name: value for name, value in options.items() if name in known}
-    hints = {name: value for name, value in options.items() if name not in known}
+    sampling = {name: value for name, value in options.items() if name in _SAMPLING}
+    hints = {name: value for name, value in options.items() if name not in _SAMPLING}
     if unknown := hints.keys() - Hints.__annotations__.keys():
-        raise TypeError(explain_parameters(sorted(unknown), [*known, *Hints.__annotations__]))
+        raise TypeError(explain_parameters(sorted(unknown), [*_SAMPLING, *Hints.__annotations__]))
     return sampling, hints  # type: ignore[return-value]  # its keys were checked
 
 

@@ -30,11 +30,8 @@ class ScheduledRows:
 
     seq: Sequence
     n_rows: int
-
-    @property
-    def samples(self) -> bool:
-        """Return whether the rows reach the last known token, so that this pass samples the next one."""
-        return self.seq.n_computed + self.n_rows == self.seq.n_tokens
+    samples: bool
+    """The rows reach the last known token, so that this pass samples the next one."""
 
 
 class Scheduler:
@@ -107,7 +104,7 @@ class Scheduler:
                 if youngest is seq:
                     break
             if seq.slot >= 0:
-                work.append(ScheduledRows(seq, 1))
+                work.append(ScheduledRows(seq, 1, samples=True))
         left = (min(self.max_rows, limit_rows(len(work))) if work else self.max_rows) - len(work)
         prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
         admitted = self._admit_waiting(prefixes) if left > 0 and not preempted and (self.admits or not self.running) else []
@@ -159,7 +156,7 @@ def _share_rows(prompts: list[Sequence], left: int) -> list[ScheduledRows]:
     for seq, most in [(seq, -(-left // OLDEST_SHARE)) for seq in prompts[:1]] + [(seq, left) for seq in by_length]:
         n = min(seq.n_tokens - seq.n_computed - rows[seq], most, left, scored if seq.lacks_prompt_logprobs else left)
         rows[seq], left, scored = rows[seq] + n, left - n, scored - n * seq.lacks_prompt_logprobs
-    return [ScheduledRows(seq, n) for seq, n in rows.items() if n > 0]
+    return [ScheduledRows(seq, n, samples=seq.n_computed + n == seq.n_tokens) for seq, n in rows.items() if n > 0]
 
 
 def _will_share(seq: Sequence, other: Sequence) -> bool:

@@ -61,7 +61,8 @@ class Sequence:
     admitted_s: float | None = None
     """Time of the first admission, by `time.perf_counter`."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """Filled in as the prompt is computed, if a list is put here; the first token has none."""
+    """Filled in as the prompt is computed, if they are wanted; the first token has none."""
+    finished = False
     tree: DraftTree | None = None
     drafting_paused = False
     """No draft is looked for in this pass: the sequence is unpredictable, and looking costs time."""
@@ -95,6 +96,10 @@ class Sequence:
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
         self.min_tokens = params.min_tokens
         self.runs_natively = not params.stop and sampler.on_device
+        if params.prompt_logprobs is not None and index == 0:
+            self.prompt_logprobs = [None]
+        self.lacks_prompt_logprobs = self.prompt_logprobs is not None and self.n_prompt > 1
+        """Logits of prompt rows are still wanted."""
         self._n_wordless = 0  # 1 once the last token is a stop token, which has no text
         self._closed = False
         self._new_text = ""  # not yet in a delta
@@ -115,15 +120,6 @@ class Sequence:
         return len(self.choice.token_ids) - self._n_sent
 
     @property
-    def finished(self) -> bool:
-        return self.choice.finish_reason is not None
-
-    @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """Return whether logits of prompt rows are still wanted."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.n_prompt
-
-    @property
     def max_depth(self) -> int:
         """Return the deepest useful draft node: one more token always comes from the model itself."""
         return self.limit - self.n_tokens - 1 if self.speculation else 0
@@ -140,6 +136,7 @@ class Sequence:
         assert n is not None
         for position in range(max(first + 1, len(known)), min(first + 1 + len(rows), self.n_prompt)):
             known.append(token_logprob(rows[position - first - 1], int(self.buffer[position]), n))
+        self.lacks_prompt_logprobs = len(known) < self.n_prompt
 
     def extend(self, tokens: np.ndarray, logprobs: list[TokenLogprob] | None = None) -> int:
         """Append tokens [n] int32, with their log-probabilities [n] if wanted, up to where the sequence ends -> how many.
@@ -201,7 +198,7 @@ class Sequence:
         self.finish(REASONS[state])
 
     def finish(self, reason: str) -> None:
-        self.choice.finish_reason = reason
+        self.choice.finish_reason, self.finished = reason, True
         if self.params.stop:
             self.show()
             if self.text.stopped_by is not None and reason == "length":  # held-back text completed a stop string
@@ -210,9 +207,10 @@ class Sequence:
     def show(self) -> None:
         """Bring the text up to date. Without stop strings nothing waits for it: it can be done during the next pass."""
         choice = self.choice
-        for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._n_wordless]:
-            choice.texts.append("")
-            self._add_text(self.text.push(token))
+        new = [self.text.push(token) for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._n_wordless]]
+        choice.texts += new
+        choice.text += "".join(new)
+        self._new_text += "".join(new)
         if self.finished and not self._closed:
             self._closed = True
             choice.texts.extend([""] * self._n_wordless)

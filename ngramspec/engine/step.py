@@ -172,7 +172,7 @@ class Core:
             return []
         self._has_drafts = any(each.seq.speculation for each in rows)
         self._keep_states()
-        if interrupt is not None and not self.lacks_code and self.native_steps.can_run(rows, self.acceptance):
+        if interrupt is not None and not self.lacks_code and not self._keeps_states and self.native_steps.can_run(rows, self.acceptance):
             changed = self._step_natively([each.seq for each in rows], interrupt)
             if changed is not None:
                 meanwhile()
@@ -245,9 +245,9 @@ class Core:
 
     def _limit_rows(self, n_decoding: int) -> int:
         """Return the most rows of a pass in which prompts are computed beside `n_decoding` sequences that wait for their next token."""
-        table = self.cost.table
-        most_ms = PROMPT_STRETCH * float(table[min(n_decoding, len(table) - 1)])
-        return max(self.cost.count_rows(most_ms), n_decoding + LEAST_PROMPT_ROWS)
+        cost = self.cost
+        most_ms = PROMPT_STRETCH * float(cost.table[min(n_decoding, len(cost.table) - 1)])
+        return max(cost.count_rows(most_ms), n_decoding + LEAST_PROMPT_ROWS)
 
     def _schedule(self) -> list[ScheduledRows]:
         """Schedule the step and notify the speculator of admitted and preempted sequences."""

@@ -6,6 +6,8 @@ last token (the root) with a draft tree behind it. Root row first, then nodes in
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +104,12 @@ def concatenate(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def concatenate_ragged(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each array begins in the whole, and where the last ends [n + 1] int64, and the whole [m] int32."""
+    start = np.array([0, *itertools.accumulate(map(len, arrays))], np.int64)
+    return start, concatenate([np.ascontiguousarray(a, np.int32) for a in arrays], np.int32)
 
 
 @njit(cache=True, nogil=True)

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 import ngramspec
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.outputs import Completion
+from ngramspec.outputs import Completion, Stats
 from ngramspec.server import response_stats
 
 PREFIX, LLAMA_PREFIX = "ngramspec:", "llamacpp:"
@@ -90,7 +90,7 @@ class Metrics:
     def finished(self, completion: Completion, outcome: str) -> None:
         """Count a request that reached the engine. `outcome`: "done", "cancelled" or "error"."""
         stats = completion.stats
-        self._llama.add(completion)
+        self._llama.add(completion, stats)
         self._drafts.inc(stats.drafts)
         self._draft_tokens.inc(stats.drafted)
         self._accepted_tokens.inc(stats.accepted)
@@ -180,9 +180,9 @@ class _LlamaMetrics(Collector):
         self._prompt_tokens = self._cached_tokens = self._tokens = self._longest = self._drafts = self._drafted = self._accepted = 0
         self._prompt_s = self._tokens_s = 0.0
 
-    def add(self, completion: Completion) -> None:
-        """Count a request that reached the engine."""
-        found, stats = response_stats.timings(completion), completion.stats
+    def add(self, completion: Completion, stats: Stats) -> None:
+        """Count a request that reached the engine, which has these statistics."""
+        found = response_stats.timings(completion)
         length = len(completion.prompt_token_ids) + max((len(choice.token_ids) for choice in completion.choices), default=0)
         with self._lock:
             self._prompt_tokens += int(found["prompt_n"])

@@ -102,12 +102,9 @@ class DraftStats:
         for counted, positions, roots, ends in self._passes:
             rows = np.array([(self._row(each.key), each.place, each.n_tokens, len(each.path)) for each in counted], np.int64)
             trees = [each.tree for each in counted if each.tree is not None]
-            sources, probs = (
-                concatenate([tree.sources for tree in trees], np.uint8),
-                concatenate([tree.probs for tree in trees], np.float32),
-            )
-            paths = concatenate([each.path for each in counted], np.int32)
-            count(self._counts, self._expected, self._columns, rows, sources, probs, paths, positions, roots, ends)
+            sources, probs, paths = [tree.sources for tree in trees], [tree.probs for tree in trees], [each.path for each in counted]
+            nodes = concatenate(sources, np.uint8), concatenate(probs, np.float32), concatenate(paths, np.int32)
+            count(self._counts, self._expected, self._columns, rows, *nodes, positions, roots, ends)
         self._passes.clear()
 
     def _row(self, key: Hashable) -> int:

@@ -20,7 +20,7 @@ from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.similar_files import VectorIndex, build_indices
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import KEPT, DraftTree, Reliability
-from ngramspec.sampling.batch import Span, concatenate, pack
+from ngramspec.sampling.batch import Span, concatenate_ragged, pack
 from ngramspec.sampling.topk import find_topk
 from ngramspec.sequence_table import MAX_NEW_TOKENS
 from ngramspec.speculative import features, ngram_table, tree_builder
@@ -220,9 +220,8 @@ class TreeProposer(Speculator):
         for d in self._topk_readers:
             for slot, n, likely in iterate_topk(seen):
                 self._call_drafter(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), likely)
-        new_start, new = _concatenate(accepted)
-        path_start, path = _concatenate(paths)
-        verified = new_start, new, path_start, path
+        verified = *concatenate_ragged(accepted), *concatenate_ragged(paths)
+        new_start, new, path_start, path = verified
         b = 0
         while True:
             b = tree_builder.update(self._draft_state, slots, b, verified, self.history, self._n_external, rows)
@@ -271,7 +270,7 @@ class TreeProposer(Speculator):
     def advance(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         if self.datastore is not None:
             self._schedule.skip_steps(n_steps)
-            self.datastore.observe(slots, *_concatenate(appended))
+            self.datastore.observe(slots, *concatenate_ragged(appended))
         for d, drafter in enumerate(self.drafters):
             if drafter is not None:
                 self._backoffs[d].skip_steps(n_steps)
@@ -446,11 +445,6 @@ _NOTHING_SEEN = (
     np.empty((0, KEPT), np.float32),
 )  # fmt: skip
 NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_CODES)
-
-
-def _concatenate(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    start = np.array([0, *itertools.accumulate(map(len, arrays))], np.int64)
-    return start, concatenate([np.ascontiguousarray(a, np.int32) for a in arrays], np.int32)
 
 
 @functools.cache
