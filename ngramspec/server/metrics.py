@@ -24,7 +24,8 @@ PREFIX, LLAMA_PREFIX = "ngramspec:", "llamacpp:"
 # A counter to llama.cpp, without the end that Prometheus' text formats give the names of counters.
 PEAK = f"{LLAMA_PREFIX}n_tokens_max"
 FINISH_REASONS = ("stop", "length")
-REFUSALS = ("queue_full", "draining", "engine_dead", "unauthorized", "too_large", "invalid", "key_limit")
+BODIES_FULL = "bodies_full"
+REFUSALS = ("queue_full", "draining", "engine_dead", "unauthorized", "too_large", "invalid", "key_limit", BODIES_FULL)
 OTHER = "other"
 """What a label says where the value is none of its fixed set."""
 

@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -24,9 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngramspec.server import error_responses, field_support, logs
 from ngramspec.server.auth import AllowedHosts, given_key
-from ngramspec.server.error_responses import ApiError, ClientGone
+from ngramspec.server.encoding import SHORT
+from ngramspec.server.error_responses import ApiError, ClientGone, retry_after
 from ngramspec.server.image_data import drop_image_data
 from ngramspec.server.key_limits import KeyLimits
+from ngramspec.server.metrics import BODIES_FULL
 from ngramspec.server.settings import Key, Limits
 from ngramspec.server.state import ServerState
 from ngramspec.tokenizer.encode import replace_lone_surrogates
@@ -57,6 +59,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, state: ServerState, generating: Collection[str]) -> None:
         """`generating`: paths of requests that reserve sequences."""
         self.app, self.limits, self.hosts = app, state.settings.limits, AllowedHosts(state.settings)
+        self.bodies = IncomingBodies(self.limits)
         self.prefix, self.root = state.settings.api_prefix, state.settings.root_path
         self.key_limits = KeyLimits()
         self.metrics, self.admission, self.keyring, self.generating = state.metrics, state.admission, state.keyring, generating
@@ -94,12 +97,16 @@ class RequestMiddleware:
                 body = await self._check(scope, receive)
             except ApiError as error:
                 error_responses.note_refusal(scope, error)
-                if error.status != 429:  # which the admission queue has counted
+                if error.code == BODIES_FULL:
+                    self.metrics.refused(BODIES_FULL)
+                elif error.status != 429:  # which the admission queue has counted
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
                 send_refusal = error.response(scope["path"])
                 await (_close_late(send_refusal) if "Connection" in error.headers else send_refusal)(scope, receive, answer)
             else:
-                await self.app(inner, _replay(body, receive), answer)
+                await self.app(
+                    inner, _replay(b"null" if body else b"", receive), answer
+                )  # routes take it as parsed; nobody holds its bytes
         except ClientGone:
             status = error_responses.CLIENT_GONE
         except Exception:
@@ -127,7 +134,7 @@ class RequestMiddleware:
         given = given_key(scope["headers"])
         key = None if given is None or not len(self.keyring) else self.keyring.find(given)
         is_known = key is not None or not len(self.keyring)
-        body = await read_body(scope, receive, self.limits, keep=is_known)  # else the request is refused, or its route takes no body
+        body = await read_body(scope, receive, self.bodies, keep=is_known)  # else the request is refused, or its route takes no body
         scope["state"]["key"] = key
         if is_known:
             if scope["method"] == "POST" and scope["path"] in self.generating:
@@ -215,8 +222,38 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]], limits: Limits) -> Non
             raise ApiError(415, f"bodies are read as they are, without Content-Encoding, got {shown!r}", headers={"Connection": "close"})
 
 
-async def read_body(scope: Scope, receive: Receive, limits: Limits, *, keep: bool = True) -> bytes:
-    """Return the whole body, however it is sent; if `keep` is false, b"" once it has come. Raises ApiError 413, ClientGone."""
+class IncomingBodies:
+    """Bounds the bytes of all bodies that are still coming, of whatever connections. Used from one event loop.
+
+    Bodies of up to `SHORT` bytes are not counted: whoever holds back long ones keeps nobody from sending a short one.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._held = 0
+
+    @contextlib.contextmanager
+    def count_body(self) -> Iterator[Callable[[int], bool]]:
+        """Give a function that takes the bytes of one body so far, and returns false, and counts none of them, if there is no room."""
+        counted = 0
+
+        def count(size: int) -> bool:
+            nonlocal counted
+            wanted = size if size > SHORT else 0
+            has_room = wanted <= counted or self._held + wanted - counted <= self.limits.most_incoming
+            self._held += (wanted if has_room else 0) - counted
+            counted = wanted if has_room else 0
+            return has_room
+
+        try:
+            yield count
+        finally:
+            self._held -= counted
+
+
+async def read_body(scope: Scope, receive: Receive, bodies: IncomingBodies, *, keep: bool = True) -> bytes:
+    """Return the whole body, however it is sent; if `keep` is false, b"" once it has come. Raises ApiError 413, 503, ClientGone."""
+    limits = bodies.limits
     headers = dict(scope["headers"])
     limit = limits.body_bytes + (limits.image_bytes if keep else 0)
     most = max(limit, _UNREAD * limits.body_bytes)
@@ -224,28 +261,41 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits, *, keep: boo
     declared = int(length) if length.isdigit() and len(length) < 19 else most + 1
     if declared > limit and (b"expect" in headers or declared > most):
         raise _too_long(limits)
-    read, size, is_too_long = bytearray(), 0, False
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > most:
-            raise _too_long(limits)
-        is_last = not message.get("more_body", False)
-        is_too_long |= size > limit
-        if keep and not is_too_long:  # else the rest is read, and dropped
-            read += chunk
-            if len(read) > limits.body_bytes and (is_last or len(read) > 2 * limits.body_bytes):  # as rarely as takes linear time
-                read = drop_image_data(read)
-                is_too_long = len(read) > limits.body_bytes
-        if is_last:
-            break
-    if is_too_long:
-        raise _too_long(limits)
+    read, size = bytearray(), 0
+    refusal: ApiError | None = None  # raised when the rest has been read and dropped, since most clients listen only after sending it
+    with bodies.count_body() as count:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > most:
+                raise _too_long(limits)
+            is_last = not message.get("more_body", False)
+            if size > limit and refusal is None:
+                refusal = _too_long(limits)
+            if keep and refusal is None:
+                read += chunk
+                if len(read) > limits.body_bytes and (is_last or len(read) > 2 * limits.body_bytes):  # as rarely as takes linear time
+                    read = drop_image_data(read)
+                    refusal = _too_long(limits) if len(read) > limits.body_bytes else None
+                if refusal is None and not count(len(read)):
+                    refusal = _bodies_full()
+            if refusal is not None:
+                read = bytearray()
+                count(0)
+            if is_last:
+                break
+    if refusal is not None:
+        raise refusal
     body = bytes(read)
     return replace_lone_surrogates(body) if b"\\ud" in body or b"\\uD" in body else body
+
+
+def _bodies_full() -> ApiError:
+    said = "the bodies of other requests, which are still coming, take all the memory that there is for them; try again later"
+    return ApiError(503, said, code=BODIES_FULL, headers=retry_after(2))
 
 
 def _too_long(limits: Limits) -> ApiError:

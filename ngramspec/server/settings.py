@@ -59,6 +59,9 @@ class Limits(BaseModel):
     """The data of its images is not counted."""
     image_bytes: int = Field(default=30 << 20, ge=0)
     """The data of a body's images in base64: agents send screenshots, which are left out."""
+    incoming_bytes: int | None = Field(default=None, ge=3 << 10)
+    """All bodies that are still coming, together, but those of up to 32 KB; a body holds up to twice `body_bytes` until its images are
+    left out. None: 32 times `body_bytes`. It is no less than 3 times."""
     header_bytes: int = Field(default=32 << 10, ge=1024, le=128 << 10)
     """All header lines together."""
     depth: int = Field(default=64, ge=4, le=128)
@@ -74,6 +77,11 @@ class Limits(BaseModel):
     """Characters of one stop string."""
     bias: int = Field(default=1024, ge=0, le=1 << 14)
     """Entries of `logit_bias`."""
+
+    @property
+    def most_incoming(self) -> int:
+        """Bytes of all bodies that are still coming: twice as many as long texts may wait to be encoded."""
+        return 32 * self.body_bytes if self.incoming_bytes is None else max(self.incoming_bytes, 3 * self.body_bytes)
 
 
 def _several(value: Any) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
+import re
 import socket
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +19,7 @@ import pytest
 from tiny_server import Server
 
 from ngramspec.server.logs import JsonFormatter
-from ngramspec.server.middleware import read_body
+from ngramspec.server.middleware import IncomingBodies, read_body
 from ngramspec.server.settings import Limits, ServerSettings
 
 GOOD = {"prompt": "ab", "max_tokens": 2}
@@ -100,12 +103,45 @@ def test_memory_of_a_body_that_is_coming(keep: bool, most: int) -> None:
 
     tracemalloc.start()
     try:
-        body = asyncio.run(read_body({"headers": []}, receive, Limits(), keep=keep))
+        body = asyncio.run(read_body({"headers": []}, receive, IncomingBodies(Limits()), keep=keep))
     finally:
         tracemalloc.stop()
     assert len(body) == (2 * MIB if keep else 0)
     assert max(held) - held[0] <= most + MIB // 4
     assert max(held) - held[0] >= (MIB if keep else 0)
+
+
+@pytest.mark.parametrize("field", ["user", "image_url"])
+def test_memory_of_all_bodies_that_are_coming(make_server: Callable[..., Server], field: str) -> None:
+    """60 that never end hold what the limit says. Beside them a short request is answered, and a long one when they are gone."""
+    server = make_server(ServerSettings(limits=Limits(incoming_bytes=8 * MIB)))
+    long = json.dumps(GOOD | {field: "x" * MIB}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
+    host, port = server.url.removeprefix("http://").split(":")
+
+    def count_refused(client: httpx.Client) -> int:
+        found = re.search(r'request_refused_total\{reason="bodies_full"\} (\d+)', client.get("/metrics").text)
+        return int(found[1]) if found else 0
+
+    tracemalloc.start()
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            with contextlib.ExitStack() as unfinished:
+                for _ in range(60):
+                    connection = unfinished.enter_context(socket.create_connection((host, int(port)), timeout=20))
+                    connection.sendall(head + long)
+                answer = post(client, long)  # it comes after what was sent before
+                assert tracemalloc.get_traced_memory()[1] < 24 * MIB
+                assert "the bodies of other requests" in refused(answer, 503)
+                assert answer.headers["retry-after"] == "2"
+                assert post(client, json.dumps(GOOD | {field: "x" * (30 << 10)}).encode()).status_code == 200
+                assert count_refused(client) == 1  # the others are told at their end
+            deadline = time.monotonic() + 20
+            while (status := post(client, long).status_code) != 200 and time.monotonic() < deadline:
+                assert status == 503
+            assert status == 200
+    finally:
+        tracemalloc.stop()
 
 
 def test_bodies_that_are_far_too_long_are_not_read(server: Server) -> None:
