@@ -16,8 +16,6 @@ from ngramspec.speculative.base import DraftOptions, Speculator
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.tokenizer.detokenizer import TextStream
 
-__all__ = ["BeamOptions", "decode_output", "search_beams"]
-
 
 def search_beams(
     thread: StepThread, ids: np.ndarray, options: BeamOptions, block_hashes: BlockHashes, constraint: Constraint | None, *,

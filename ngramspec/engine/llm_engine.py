@@ -325,7 +325,8 @@ class Engine(GenerationMethods):
         if unknown := control.keys() - BeamControl.__annotations__.keys():
             raise TypeError(f"beam_search takes no {', '.join(sorted(unknown))}")
         # the methods of `papers` are loaded when they are asked for
-        from ngramspec.engine.beam_turns import BeamOptions, decode_output, search_beams
+        from ngramspec.engine.beam_turns import decode_output, search_beams
+        from ngramspec.papers.beam import BeamOptions
 
         if self.runner.is_recurrent:
             raise UnsupportedModelError("beam search divides sequences, which is not implemented for layers that keep a state")
