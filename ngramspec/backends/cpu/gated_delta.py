@@ -12,10 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.cpu.codegen.simd import COLUMNS, advance_state
-from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.llama_layers import EPS
-from ngramspec.backends.cpu.llama_pass import run_product_part
-from ngramspec.backends.cpu.matmul import PANELS, locate_rows
+from ngramspec.backends.cpu.llama_pass import run_input_products
 from ngramspec.backends.cpu.norms import compute_norm_scale
 from ngramspec.backends.cpu.recurrent_rows import convolve_rows, copy_numbers, find_slots, note_positions, plan_rows
 from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
@@ -125,26 +123,20 @@ def _mix_rows(head, i_layer, rows, weights, states, slot, options, eps, out):
 def run_recurrent(part, layer, shared):
     """Run the parts of a layer's recurrence, from `part` on: from the normed rows to the heads' outputs."""
     model, p = shared.model, shared.current
-    state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    matrices, tables, numbers = model.weights.matrices, model.weights.tables, model.weights.numbers
-    (options, more, conv, rates, norms, states), work = model.recurrent, model.work
-    normed, codes, act_scales, qkv, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.mixed
-    i_layer = model.kinds.mixers[layer]
-    of_layer, columns = np.empty((4, matrices.shape[1]), np.int64), np.zeros(4, np.int64)
+    matrices, tables, eps = model.weights.matrices, model.weights.tables, model.weights.numbers[EPS]
+    (options, more, conv, rates, norms, states), work, state = model.recurrent, model.work, p.state
+    i_layer, of_layer = model.kinds.mixers[layer], np.empty((4, matrices.shape[1]), np.int64)
     for i in range(4):
         for j in range(matrices.shape[1]):
             of_layer[i, j] = matrices[7 * layer + i, j] if i < 3 else more[i_layer, j]
-        if i:
-            columns[i] = columns[i - 1] + of_layer[i - 1, PANELS] * WIDTH
-    wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
-    run_product_part(state, part, n_threads, of_layer, columns, tables, n_rows, wide, qkv)
+    columns = run_input_products(part, p, of_layer, tables, work)
     n_keys, slots = options[N_KEY_HEADS], find_slots(p)
     head = take_piece(state, part + 1)
     while head < n_keys:
         first = np.int64(0)
         for b in range(slots.shape[0]):
-            rows = p, qkv, (columns[1], columns[2], columns[3]), (first, np.int64(p.roots[b]), np.int64(p.ends[b]))
-            _mix_rows(head, i_layer, rows, (conv, rates, norms), states, slots[b], options, numbers[EPS], mixed)
+            rows = p, work.qkv, (columns[1], columns[2], columns[3]), (first, np.int64(p.roots[b]), np.int64(p.ends[b]))
+            _mix_rows(head, i_layer, rows, (conv, rates, norms), states, slots[b], options, eps, work.mixed)
             first = np.int64(p.ends[b])
         head = take_next_piece(state, part + 1)
     wait_for_pieces(state, part + 1, n_keys)

@@ -18,7 +18,7 @@ from ngramspec.backends.cpu.attention import run_attention_part
 from ngramspec.backends.cpu.codegen.simd import to_kv_dtype
 from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.llama_layers import INTERLEAVED, SCALE, SOFTCAP, LatentOptions, LayerWeights, stack_norms
-from ngramspec.backends.cpu.llama_pass import ATTEND, PIECES, QUANTISE, run_product_part
+from ngramspec.backends.cpu.llama_pass import ATTEND, PIECES, QUANTISE, run_input_products, run_product_part
 from ngramspec.backends.cpu.llama_variants import rotate_heads
 from ngramspec.backends.cpu.matmul import (
     CACHED,
@@ -143,17 +143,14 @@ def run_latent(part, layer, shared):
     matrices, tables, windows, rotary, form = weights.matrices, weights.tables, weights.windows, weights.rotary, weights.form
     numbers, functions, cos, sin, scales = weights.numbers, weights.functions, weights.cos, weights.sin, weights.query_scales
     (options, fields, norms, all_eps), (made, head_codes, head_scales, latents) = model.latent
-    normed, codes, act_scales, inputs, q, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.q, work.mixed
+    codes, act_scales, inputs, q, mixed = work.codes, work.act_scales, work.qkv, work.q, work.mixed
     i_keys = model.kinds.attending[layer]
     keys, values, m, more = model.pool[0][i_keys], model.pool[1][i_keys], matrices[7 * layer : 7 * layer + 3], fields[i_keys]
     n_heads, query_rank, value_dim, rank, plain = q.shape[1], options[QUERY_RANK], options[VALUE_DIM], options[RANK], options[PLAIN]
     quantise, interleaved, eps, which = functions[QUANTISE], form[INTERLEAVED], all_eps[0], rotary[layer]
     codes_query, scales_query = codes[:, :, :query_rank], act_scales[:, :, : query_rank // DEPTH]
     queries = made if query_rank else inputs
-    columns, no_sinks = np.zeros(2, np.int64), np.empty(0, np.float32)
-    columns[1] = m[0, PANELS] * WIDTH
-    wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
-    run_product_part(state, part, threads, m[:2], columns, tables, n_rows, wide, inputs)
+    columns, no_sinks = run_input_products(part, p, m[:2], tables, work), np.empty(0, np.float32)
     pieces = min(n_rows, PIECES)
     for step in range(1 if query_rank else 2, 3):  # before and after a second matrix of queries, or both at once
         i = take_piece(state, part + 1)

@@ -127,6 +127,20 @@ def run_product_part(state, part, n_threads, matrices, columns, tables, n_rows, 
 
 
 @njit(cache=True, nogil=True)
+def run_input_products(part, p, matrices, tables, work):
+    """Run the part of a layer that multiplies its normed rows by its first matrices, to `work.qkv`.
+
+    Return the column [n] of `qkv` where each matrix's outputs begin.
+    """
+    columns, width = np.zeros(matrices.shape[0], np.int64), work.normed.shape[1]
+    for i in range(1, matrices.shape[0]):
+        columns[i] = columns[i - 1] + matrices[i - 1, PANELS] * WIDTH
+    inputs = locate_rows(work.normed, work.codes[:, :, :width], work.act_scales[:, :, : width // DEPTH])
+    run_product_part(p.state, part, p.tokens.shape[0], matrices, columns, tables, p.input_ids.shape[0], inputs, work.qkv)
+    return columns
+
+
+@njit(cache=True, nogil=True)
 def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, inputs, buffers):
     """Compute activation(gate) · up of all rows, and its codes. A piece is some super-blocks of 256 of the products' outputs.
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.cpu.codegen.simd import COLUMNS, add_to_state
-from ngramspec.backends.cpu.formats import DEPTH, WIDTH
 from ngramspec.backends.cpu.llama_layers import EPS
-from ngramspec.backends.cpu.llama_pass import run_product_part
-from ngramspec.backends.cpu.matmul import PANELS, locate_rows
+from ngramspec.backends.cpu.llama_pass import run_input_products
 from ngramspec.backends.cpu.norms import compute_norm_scale
 from ngramspec.backends.cpu.recurrent_rows import convolve_rows, copy_numbers, find_slots, note_positions, plan_rows
 from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
@@ -105,22 +103,15 @@ def _mix_rows(piece, i_layer, rows, weights, states, slot, options, out):
 def run_mamba2(part, layer, shared):
     """Run the parts of a layer's recurrence, from `part` on: from the normed rows to the heads' outputs."""
     model, p = shared.model, shared.current
-    state, n_rows, n_threads = p.state, p.input_ids.shape[0], p.tokens.shape[0]
-    m, tables = model.weights.matrices[7 * layer : 7 * layer + 3], model.weights.tables
-    (options, _, conv, rates, _, states), work = model.recurrent, model.work
-    normed, codes, act_scales, inputs, mixed = work.normed, work.codes, work.act_scales, work.qkv, work.mixed
-    i_layer, n_pieces, columns = model.kinds.mixers[layer], conv.shape[1], np.zeros(3, np.int64)
-    for i in range(2):
-        columns[i + 1] = columns[i] + m[i, PANELS] * WIDTH
-    wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
-    run_product_part(state, part, n_threads, m, columns, tables, n_rows, wide, inputs)
-    slots = find_slots(p)
+    (options, _, conv, rates, _, states), work, state = model.recurrent, model.work, p.state
+    i_layer, n_pieces, slots = model.kinds.mixers[layer], conv.shape[1], find_slots(p)
+    columns = run_input_products(part, p, model.weights.matrices[7 * layer : 7 * layer + 3], model.weights.tables, work)
     piece = take_piece(state, part + 1)
     while piece < n_pieces:
         first = np.int64(0)
         for b in range(slots.shape[0]):
-            rows = p, inputs, (columns[1], columns[2]), (first, np.int64(p.roots[b]), np.int64(p.ends[b]))
-            _mix_rows(piece, i_layer, rows, (conv, rates), states, slots[b], options, mixed)
+            rows = p, work.qkv, (columns[1], columns[2]), (first, np.int64(p.roots[b]), np.int64(p.ends[b]))
+            _mix_rows(piece, i_layer, rows, (conv, rates), states, slots[b], options, work.mixed)
             first = np.int64(p.ends[b])
         piece = take_next_piece(state, part + 1)
     wait_for_pieces(state, part + 1, n_pieces)

@@ -10,10 +10,8 @@ import numpy as np
 
 from ngramspec.backends.cpu.attention import run_attention_part
 from ngramspec.backends.cpu.codegen.simd import to_kv_dtype
-from ngramspec.backends.cpu.formats import DEPTH, WIDTH
-from ngramspec.backends.cpu.llama_layers import EPS, SCALE, SOFTCAP, K, Q
-from ngramspec.backends.cpu.llama_pass import ATTEND, PIECES, run_product_part
-from ngramspec.backends.cpu.matmul import PANELS, locate_rows
+from ngramspec.backends.cpu.llama_layers import EPS, SCALE, SOFTCAP
+from ngramspec.backends.cpu.llama_pass import ATTEND, PIECES, run_input_products
 from ngramspec.backends.cpu.norms import compute_norm_scale, norm_row
 from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
 from ngramspec.datastore.code_cache import njit
@@ -59,14 +57,9 @@ def run_varied_attention(part, layer, shared):
     first, n = n_blocks * fields[layer, KEYS_AT], n_blocks * n_kv * n_dim * BLOCK
     keys = all_keys.reshape(-1)[first : first + n].reshape(n_blocks, n_kv, n_dim, BLOCK)
     values = all_values.reshape(-1)[first : first + n].reshape(n_blocks, n_kv, BLOCK, n_dim)
-    normed, codes, act_scales, qkv = work.normed, work.codes, work.act_scales, work.qkv
     q = _view_heads(work.q, n_rows, n_dim)
-    n_heads, eps = q.shape[1], numbers[EPS]
-    columns, no_sinks = np.zeros(3, np.int64), np.empty(0, np.float32)
-    columns[1] = matrices[7 * layer + Q, PANELS] * WIDTH
-    columns[2] = columns[1] + matrices[7 * layer + K, PANELS] * WIDTH
-    wide = locate_rows(normed, codes[:, :, : normed.shape[1]], act_scales[:, :, : normed.shape[1] // DEPTH])
-    run_product_part(state, part, n_threads, matrices[7 * layer : 7 * layer + n_projections], columns, tables, n_rows, wide, qkv)
+    n_heads, eps, qkv, no_sinks = q.shape[1], numbers[EPS], work.qkv, np.empty(0, np.float32)
+    columns = run_input_products(part, p, matrices[7 * layer : 7 * layer + n_projections], tables, work)
     k_at, v_at = columns[1], columns[2] if n_projections == 3 else columns[1]
     pieces = min(n_rows, PIECES)
     i = take_piece(state, part + 1)
