@@ -31,9 +31,9 @@ from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool, count_
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
 from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, decode_buckets, recorder
 from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
-from ngramspec.backends.cuda.model import AttentionLaunch, CudaDecoder, ModulesDecoder, PassDecoder, VendorProduct, Weight
+from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder, PassDecoder, VendorProduct, Weight
 from ngramspec.backends.cuda.packed_experts import PackedExpertWeight, PackedPairProduct
-from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, columns, rows_per_item
+from ngramspec.backends.cuda.paged_attention import AttentionLaunch, AttentionWorkspace, columns, rows_per_item
 from ngramspec.backends.cuda.quantised import CudaQuantFormat, CudaQuantisedProduct
 from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, KernelPolicy, LinearProduct, violation
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError

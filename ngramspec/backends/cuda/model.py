@@ -32,7 +32,7 @@ from ngramspec.backends.cuda.expert_layer import (
 from ngramspec.backends.cuda.gated_delta_layer import GatedDeltaLayer, RecurrentPass, read_delta_shape
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.packed import CudaPackedEmbedding, CudaPackedLinear, joined_weights, packed_parts
-from ngramspec.backends.cuda.paged_attention import AttentionWorkspace, attend
+from ngramspec.backends.cuda.paged_attention import AttentionLaunch, attend
 from ngramspec.backends.cuda.quantised import CudaPackedWeight
 from ngramspec.backends.cuda.rope_kv import rope_kv, write_kv
 from ngramspec.backends.cuda.row_invariant_linear import LinearProduct
@@ -75,14 +75,6 @@ class VendorProduct:
         return y if out is None else out.copy_(y)
 
 
-@dataclass(slots=True)
-class AttentionLaunch:
-    """How attention is launched in one kind of pass; changes no bit. Passed on to `attend`."""
-
-    rows_per_item: int
-    workspace: AttentionWorkspace
-
-
 class PassDecoder(Protocol):
     pool: CudaPool
     """Set before the first pass: its size is known once the weights are in place."""
@@ -96,8 +88,8 @@ class PassDecoder(Protocol):
 @dataclass(slots=True)
 class _AttentionLayer:
     qkv: LinearProduct
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """What each head's queries and keys are normed by."""
     scale: float
     window: int
     gated: bool
@@ -210,12 +202,12 @@ class CudaDecoder:
 
     def _attention_layer(self, attn: Any, window: int | None) -> _AttentionLayer:
         names = {name for name, child in attn.named_children() if not isinstance(child, nn.Identity)}
-        if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= names <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}:
+        projections, norms = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
+        if names not in (projections, projections | norms):
             raise UnsupportedModelError(f"{type(attn).__name__}: other modules than expected")
         return _AttentionLayer(
             qkv=self._make(*_take_over(attn, "q_proj", "k_proj", "v_proj")),
-            q_norm=self._norm_weight(attn.q_norm) if "q_norm" in names else None,
-            k_norm=self._norm_weight(attn.k_norm) if "k_norm" in names else None,
+            norms=(self._norm_weight(attn.q_norm), self._norm_weight(attn.k_norm)) if norms <= names else None,
             scale=float(attn.scaling),
             window=int(getattr(attn, "sliding_window", window) or 0),
             gated=self.centred,
@@ -263,9 +255,9 @@ class CudaDecoder:
     ) -> None:  # fmt: skip
         """Compute the i-th layer with attention; the heads' outputs are left in the second array of `work`."""
         q, mixed = work
-        keys, values, partials = self.pool.keys[i], self.pool.values[i], attn.qkv.partial(normed)
-        rope_kv(partials, attn.qkv.bias, self.cos, self.sin, rows, keys, values, q, attn.q_norm, attn.k_norm, self.eps, attn.gated)
-        attend(q, keys, values, rows, mixed, scale=attn.scale, window=attn.window, **_launch(plan))
+        kv, partials = (self.pool.keys[i], self.pool.values[i]), attn.qkv.partial(normed)
+        rope_kv(partials, attn.qkv.bias, (self.cos, self.sin), rows, kv, q, attn.norms, self.eps, gated=attn.gated)
+        attend(q, kv, rows, mixed, plan, scale=attn.scale, window=attn.window)
         if attn.gated:
             layers.gate_attention(mixed, partials, attn.qkv.bias)
 
@@ -319,7 +311,7 @@ class CudaAttentionPass:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         write_kv(k.contiguous(), v.contiguous(), self.rows, keys, values)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows that only fill up a bucket are not written
-        attend(q.contiguous(), keys, values, self.rows, out, scale=scale, window=window, softcap=softcap, sinks=sinks, **_launch(self.plan))
+        attend(q.contiguous(), (keys, values), self.rows, out, self.plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return out
 
 
@@ -384,7 +376,3 @@ def _take_over(parent: nn.Module, *names: str) -> tuple[Weight, torch.Tensor | N
     if weight.is_cuda:
         torch.cuda.empty_cache()  # what the separate weights took is in pieces too small for the next joined ones
     return weight, bias
-
-
-def _launch(plan: AttentionLaunch) -> dict[str, Any]:
-    return {"rows_per_item": plan.rows_per_item, "workspace": plan.workspace}

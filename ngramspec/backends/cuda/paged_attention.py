@@ -333,26 +333,34 @@ def rows_per_item(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int = 
     return 1 << max(((32 if head_dim * itemsize <= 256 else 16) // (n_heads // n_kv_heads)).bit_length() - 1, 0)
 
 
+@dataclass(slots=True)
+class AttentionLaunch:
+    """How attention is launched in one kind of pass; changes no bit."""
+
+    rows_per_item: int
+    """No item of the pass has more rows. For float32 it must stay the same: without matrix instructions, the shape of a product decides
+    the order of its additions."""
+    workspace: AttentionWorkspace
+    """Has all places of the schedule."""
+
+
 def attend(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
     rows: AttentionMetadata,
     out: torch.Tensor,
+    launch: AttentionLaunch,
     *,
     scale: float,
-    rows_per_item: int,
-    workspace: AttentionWorkspace,
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute attention of rows q [R, H, D] over one layer's keys and values [n_blocks + 1, Hk, BLOCK, D], into out [R, H, D]; one launch.
 
-    No item has more rows than `rows_per_item`, and the workspace has all places of the schedule. No bit depends on these, nor on the
-    schedule. `window` and `softcap` of 0 mean none; `sinks` [H]: logits of attention that goes to no key. For float32,
-    `rows_per_item` must stay the same: without matrix instructions, the shape of a product decides the order of its additions.
+    `window` and `softcap` of 0 mean none; `sinks` [H]: logits of attention that goes to no key. No bit depends on the schedule.
     """
+    (keys, values), workspace = kv, launch.workspace
     _, n_heads, head_dim = q.shape
     n_kv_heads, n_shares = keys.shape[1], len(rows.shares)
     assert keys.shape == values.shape == (len(keys), n_kv_heads, BLOCK, head_dim), (q.shape, keys.shape, values.shape)
@@ -362,7 +370,7 @@ def attend(
     assert rows.paths.stride(1) == rows.tables.stride(1) == 1
     if n_shares == 0:
         return
-    width, n_columns = max(16, triton.next_power_of_2(head_dim)), columns(rows_per_item, n_heads, n_kv_heads)
+    width, n_columns = max(16, triton.next_power_of_2(head_dim)), columns(launch.rows_per_item, n_heads, n_kv_heads)
     _attend[(n_shares, n_kv_heads)](
         q,
         keys,
@@ -386,7 +394,7 @@ def attend(
         D=head_dim,
         DP=width,
         N=n_columns,
-        ROWS=triton.next_power_of_2(rows_per_item),
+        ROWS=triton.next_power_of_2(launch.rows_per_item),
         WINDOW=window,
         SOFTCAP=softcap > 0,
         IN_FLIGHT=max(1, min(4, 8192 // (width * n_columns))),

@@ -128,25 +128,24 @@ def _rope_kv(
 def rope_kv(
     partials: torch.Tensor,
     bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
     rows: AttentionMetadata,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
     q: torch.Tensor,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    *,
     gated: bool = False,
 ) -> None:
     """Process the projection's partials [P, R, (H + 2 Hk) D] float32, queries, keys and values side by side, in one launch.
 
     `gated`: every head's query is followed by its gate, which is skipped: [P, R, (2 H + 2 Hk) D].
 
-    Queries go to q [R, H, D], keys and values to their KV positions in `keys` and `values` [n_blocks + 1, Hk, BLOCK, D]. If `q_norm` and
-    `k_norm` [D] are given, queries and keys get an RMS norm over each head. Their first dimensions are rotated, halves paired, by cos and
+    Queries go to q [R, H, D], keys and values to their KV positions in `kv`, both [n_blocks + 1, Hk, BLOCK, D]. If `norms` are given, those
+    of queries and of keys [D], these get an RMS norm over each head. Their first dimensions are rotated, halves paired, by `turns`, cos and
     sin [L, rotated] of the row's position. Every step is rounded to q's dtype, as transformers rounds it.
     """
+    (cos, sin), (keys, values), (q_norm, k_norm) = turns, kv, norms or (None, None)
     n_partials, n_rows, size = partials.shape
     n_heads, head_dim = q.shape[1:]
     n_kv_heads, rotated = keys.shape[1], cos.shape[1]
@@ -155,7 +154,6 @@ def rope_kv(
     assert rotated in range(2, head_dim + 1, 2), (rotated, head_dim)
     assert keys.shape == values.shape, (keys.shape, values.shape)
     assert q.dtype == keys.dtype == values.dtype, (q.dtype, keys.dtype, values.dtype)
-    assert (q_norm is None) == (k_norm is None)
     assert all(x.is_contiguous() for x in (partials, cos, sin, keys, values, q, rows.positions, rows.slots))
     if n_rows == 0:
         return

@@ -24,7 +24,7 @@ from aot import check_limits, compile_kernel
 from ngramspec.backends.cuda import paged_attention
 from ngramspec.backends.cuda.attention_metadata import AttentionMetadata
 from ngramspec.backends.cuda.attention_schedule import WORDS, fill_schedule, n_kept, n_splits, split_first
-from ngramspec.backends.cuda.paged_attention import TILE, AttentionWorkspace, attend
+from ngramspec.backends.cuda.paged_attention import TILE, AttentionLaunch, AttentionWorkspace, attend
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -131,10 +131,11 @@ class Pass:
         if shuffled:
             shares = np.random.default_rng(shuffled).permutation(shares)
         out = torch.full_like(self.q, 7.0)
+        sinks = None if self.shape.sinks is None else self.shape.sinks.to(out.device)
         attend(
-            self.q, self.keys, self.values, replace(self.rows, shares=self.device_array(shares)), out, scale=self.shape.scale,
-            window=self.shape.window, softcap=self.shape.softcap, rows_per_item=self.rows_per_item,
-            workspace=workspace or self.workspace(n_places), sinks=None if self.shape.sinks is None else self.shape.sinks.to(out.device),
+            self.q, (self.keys, self.values), replace(self.rows, shares=self.device_array(shares)), out,
+            AttentionLaunch(self.rows_per_item, workspace or self.workspace(n_places)), scale=self.shape.scale, window=self.shape.window,
+            softcap=self.shape.softcap, sinks=sinks,
         )  # fmt: skip
         return out
 

@@ -73,10 +73,10 @@ def test_turns_as_transformers_does(
 
     keys, values = memory(kv_heads, dim, dtype, device)
     got = torch.full((len(positions), heads, dim), 7.0, dtype=dtype, device=device)
-    weights = [n.weight.detach().to(device) if norm else None for n in norms]
+    weights = (norms[0].weight.detach().to(device), norms[1].weight.detach().to(device)) if norm else None
     rope_kv.rope_kv(
-        partials.to(device), None if b is None else b.to(device), cos.to(device), sin.to(device), rows_at(positions, slots, device),
-        keys, values, got, *weights, eps=1e-5,
+        partials.to(device), None if b is None else b.to(device), (cos.to(device), sin.to(device)), rows_at(positions, slots, device),
+        (keys, values), got, weights, eps=1e-5,
     )  # fmt: skip
 
     slack = 4 if norm else 0  # the norm's mean is summed in another order
@@ -100,7 +100,7 @@ def test_rows_do_not_depend_on_their_company(dtype: torch.dtype, device: str) ->
         keys, values = memory(1, 64, dtype, device)
         q = torch.empty(len(rows), 1, 64, dtype=dtype, device=device)
         at = rows_at(rows, [BLOCK * (r % N_BLOCKS) + r for r in rows], device)
-        rope_kv.rope_kv(partials[:, rows].contiguous(), None, cos, sin, at, keys, values, q, weight, weight, 1e-6)
+        rope_kv.rope_kv(partials[:, rows].contiguous(), None, (cos, sin), at, (keys, values), q, (weight, weight), 1e-6)
         return q, torch.stack([keys[r % N_BLOCKS, 0, r] for r in rows])
 
     whole = run(list(range(6)))
