@@ -215,9 +215,10 @@ class Samples(NamedTuple):
 
 
 @njit(nogil=True)
-def _sample(draft_state, external, n_drafters, history, output, top, logits, ends, samples, position):
-    """Follow one output token by token, take samples and return their number. `external`: a tree per position, or none."""
-    n = 0
+def _sample(draft_state, external, n_drafters, history, output, likely, ends, samples, position):
+    """Follow one output token by token, take samples and return their number. `external`: a tree per position, or none. `likely`: the
+    target's top tokens and their logits, or none."""
+    n, (top, logits) = 0, likely
     arrays = tree_builder.view_draft_state(draft_state)
     state, nodes, keys = arrays.states[0], arrays.nodes, np.empty(len(arrays.contexts) + 1, np.uint64)
     cursor, look_back = nodes.cursor[0], np.empty(tree_builder.RESYNC_TOKENS, np.int32)
@@ -266,7 +267,7 @@ def follow(tables: proposer.TreeProposer, t: Made, ends: int, position: int, ext
         np.empty(rows, np.bool_),
         np.empty(rows, np.int32),
     )
-    n = _sample(tables._draft_state, external, n_drafters, tables.history, t.output, t.top, t.logits, ends, samples, position)
+    n = _sample(tables._draft_state, external, n_drafters, tables.history, t.output, (t.top, t.logits), ends, samples, position)
     return Samples(*(a[:n] for a in samples))
 
 

@@ -224,7 +224,7 @@ def count_step(t, p, appended, accepted, nodes):
         for i in range(accepted[b]):
             path[n] = nodes[roots[b] + i]
             n += 1
-    count(t.counts, t.expected, t.columns, counted, t.sources, t.probs, path, p.positions, roots, p.ends)
+    count((t.counts, t.expected, t.columns), counted, t.sources, t.probs, path, p.positions, roots, p.ends)
 
 
 @njit(cache=True, nogil=True)
@@ -294,16 +294,17 @@ def accept_pass(t, p):
     """Accept what the pass verified and commit it. Set `is_over`: whether a step must not follow right away."""
     table, (spec_length, spec_rows, _, _, _) = t.table, t.drafting
     drawn = DrawParams(t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position)
-    input_ids, parents, roots, ends, root_logits, greedy = p.input_ids, p.parents, p.roots, p.ends, t.root_logits, p.greedy
+    input_ids, roots, greedy = p.input_ids, p.roots, p.greedy
+    trees = input_ids, p.parents, roots, p.ends, t.root_logits
     B, n_keys, is_over = table.shape[0], 0, False
     before = np.empty(B, np.int64)
     for b in range(B):
         before[b] = table[b].previous_token
         n_keys += table[b].n_tokens
     tokens, nodes = np.empty(len(input_ids), np.int32), np.empty(len(input_ids), np.int32)
-    to = match_picked(t.how, input_ids, parents, roots, ends, root_logits, greedy, tokens, nodes)
+    to = match_picked(t.how, trees, greedy, tokens, nodes)
     if len(t.which):
-        match_drawn(t.which, input_ids, parents, roots, ends, root_logits, greedy, p.logits[:, : p.vocab_size], drawn, tokens, nodes, to)
+        match_drawn(t.which, trees, greedy, p.logits[:, : p.vocab_size], drawn, tokens, nodes, to)
     appended, accepted = append_tokens(t, roots, to, tokens, nodes)
     t.move_slots, t.move_starts, t.move_ends, t.move_positions = find_moves(table, appended, roots, nodes, accepted)
     count_step(t, p, appended, accepted, nodes)

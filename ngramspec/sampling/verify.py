@@ -68,15 +68,15 @@ def match_batch(
     if not any(how):
         return [None] * len(how)
     tokens, nodes = np.empty((2, len(batch.input_ids)), np.int32)
-    tree = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
-    ends = match_picked(np.array(how, np.int8), *tree, greedy, tokens, nodes)
+    trees = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
+    ends = match_picked(np.array(how, np.int8), trees, greedy, tokens, nodes)
     if DRAWN in how:
         which = [b for b, each in enumerate(how) if each == DRAWN]
         spans = [batch.spans[b] for b in which]
         drawn = make_draw_params(
             [span.sampler for span in spans if span.sampler], [span.start + len(span.tokens) - span.n_prompt for span in spans]
         )
-        match_drawn(np.array(which), *tree, greedy, logits, drawn, tokens, nodes, ends)
+        match_drawn(np.array(which), trees, greedy, logits, drawn, tokens, nodes, ends)
     return [
         (tokens[root:end], nodes[root : end - 1]) if each else None
         for each, root, end in zip(how, batch.roots.tolist(), ends.tolist(), strict=True)
@@ -92,8 +92,12 @@ def _how(span: Span, *, draws: bool) -> int:
 
 
 @njit(cache=True, nogil=True)
-def match_picked(how, input_ids, parents, roots, ends, root_logits, picked, tokens, nodes):
-    """Match sequences whose tokens were picked after all rows -> where each match ends; sequence b's begins at roots[b]."""
+def match_picked(how, trees, picked, tokens, nodes):
+    """Match sequences whose tokens were picked after all rows -> where each match ends; sequence b's begins at roots[b].
+
+    `trees`: input_ids, parents, roots, ends and root_logits of the batch.
+    """
+    input_ids, parents, roots, ends, root_logits = trees
     to = roots.copy()
     for b in range(how.shape[0]):
         if how[b] == FOLLOWED:
@@ -111,8 +115,12 @@ def match_picked(how, input_ids, parents, roots, ends, root_logits, picked, toke
 
 
 @njit(cache=True, nogil=True)
-def match_drawn(which, input_ids, parents, roots, ends, root_logits, greedy, logits, draws, tokens, nodes, to):
-    """Match sequences by drawing tokens row by row of the path: sequence which[i] as `draws` has it at i. Set where they end in `to`."""
+def match_drawn(which, trees, greedy, logits, draws, tokens, nodes, to):
+    """Match sequences by drawing tokens row by row of the path: sequence which[i] as `draws` has it at i. Set where they end in `to`.
+
+    `trees`: as in `match_picked`.
+    """
+    input_ids, parents, roots, ends, root_logits = trees
     for i in range(which.shape[0]):
         b = which[i]
         root = here = np.int64(roots[b])

@@ -104,7 +104,7 @@ class DraftStats:
             trees = [each.tree for each in counted if each.tree is not None]
             sources, probs, paths = [tree.sources for tree in trees], [tree.probs for tree in trees], [each.path for each in counted]
             nodes = concatenate(sources, np.uint8), concatenate(probs, np.float32), concatenate(paths, np.int32)
-            count(self._counts, self._expected, self._columns, rows, *nodes, positions, roots, ends)
+            count((self._counts, self._expected, self._columns), rows, *nodes, positions, roots, ends)
         self._passes.clear()
 
     def _row(self, key: Hashable) -> int:
@@ -127,12 +127,13 @@ def _trim(counts: list[int]) -> list[int]:
 
 
 @njit(cache=True, nogil=True)
-def count(counts, expected, columns, rows, sources, probs, paths, positions, roots, ends):
-    """Add a pass to a StatsTable.
+def count(table, rows, sources, probs, paths, positions, roots, ends):
+    """Add a pass to a table, the members of a StatsTable.
 
     rows [B, 4]: each sequence's row in it (-1: it is not counted), its index in the pass, its tokens, the length of its path. `sources` and
     `probs` of all nodes and `paths` follow each other in the same order.
     """
+    counts, expected, columns = table
     drafted, accepted, drafted_depth, accepted_depth, lengths = columns[1:6]
     node = at = 0
     for i in range(rows.shape[0]):
@@ -161,6 +162,6 @@ def count(counts, expected, columns, rows, sources, probs, paths, positions, roo
 
 def warmup() -> None:
     """Compile, or load from disk, everything here."""
-    none, table, expected = np.empty(0, np.int32), np.zeros((1, 8), np.int64), np.zeros((1, 1))
+    none, table = np.empty(0, np.int32), (np.zeros((1, 8), np.int64), np.zeros((1, 1)), np.arange(7))
     sources, probs = np.empty(0, np.uint8), np.empty(0, np.float32)
-    count(table, expected, np.arange(7), np.zeros((0, 4), np.int64), sources, probs, none, none, none, none)
+    count(table, np.zeros((0, 4), np.int64), sources, probs, none, none, none, none)

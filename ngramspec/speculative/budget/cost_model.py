@@ -125,10 +125,8 @@ class CostModel:
             return
         doubt = self._first if self.n_seen < _YOUNG else self._local
         self._predictions[rows] = _FADE * self._predictions[rows] + (1.0, self.predict(load), ms)
-        _update(
-            self.counts, self._shape, self._state, self._cov, doubt, self._streak, self._age, self.n_seen % len(self.counts),
-            float(rows), self._get_factors(load), ms,
-        )  # fmt: skip
+        filtered = self._state, self._cov, self._streak, self._age
+        _update(self.counts, self._shape, filtered, doubt, self.n_seen % len(self.counts), float(rows), self._get_factors(load), ms)
         self._extra_factors = self._state[-3:].tolist()
         self.n_seen += 1
         if self.n_seen % _REFRESH == 0 or self.n_seen < _REFRESH:
@@ -214,12 +212,14 @@ def _dot_product(a, b):
 
 
 @njit(cache=True, nogil=True)
-def _update(counts, shape, state, cov, doubt, streak, age, knot, rows, factors, ms):
+def _update(counts, shape, filtered, doubt, knot, rows, factors, ms):
     """Apply a measurement to the filter, then the constraint on `knot`, in place.
 
-    `doubt` [n, n]: the uncertainty added back, as shares of times; `streak` [1]: clipped surprises of one sign; `age` [n - 3]: steps since
-    one was near each knot; `factors`: of sequences, of searched ones, of thousands of keys.
+    `filtered`: what the filter keeps: state, covariance, `streak` [1] (clipped surprises of one sign) and `age` [n - 3] (steps since one
+    was near each knot); `doubt` [n, n]: the uncertainty added back, as shares of times; `factors`: of sequences, of searched ones, of
+    thousands of keys.
     """
+    state, cov, streak, age = filtered
     n = len(state)
     x = np.zeros(n)
     _weigh_knots(counts, rows, x)

@@ -15,8 +15,9 @@ from ngramspec.sampling.numeric import exp, fma
 
 
 @njit
-def attend_slowly(q, keys, values, out, owners, tables, positions, bases, paths, scale, window):
-    """Compute attention row by row, head by head, key by key."""
+def attend_slowly(q, keys, values, out, owners, rows, scale, window):
+    """Compute attention row by row, head by head, key by key. `rows`: tables, positions, bases and paths of the batch."""
+    tables, positions, bases, paths = rows
     group = q.shape[1] // keys.shape[1]
     flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
     n_kv, n_dim = keys.shape[1], q.shape[2]
@@ -81,7 +82,7 @@ def test_bits_are_those_of_one_chain(n_kv: int, group: int, n_dim: int, dtype: t
         expected, got, scale = np.zeros_like(q), np.zeros_like(q), np.float32(n_dim**-0.5)
         owners = np.concatenate([np.full(b - a, i) for i, (a, b) in enumerate(batch.items)])
         rows = batch.tables, batch.positions, batch.bases, batch.paths
-        attend_slowly(q, pool.keys[0], pool.values[0], expected, owners, *rows, scale, window)
+        attend_slowly(q, pool.keys[0], pool.values[0], expected, owners, rows, scale, window)
         for n_threads in (1, 2, 5):
             kv, of_layer = (pool.keys[0], pool.values[0]), (scale, window, np.float32(0), np.empty(0, np.float32))
             attention._attend(q, kv, got, (batch.items, *rows), of_layer, n_threads)

@@ -189,13 +189,13 @@ def float32_product(values: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.n
 
 
 @njit(cache=True)
-def _call(address, a, b, c, d, e, f, g, h, i, j, k, l, m):  # noqa: E741
-    call_kernel(address, (a, b, c, d, e, f, g, h, i, j, k, l, m))
+def _call(address, arguments):
+    call_kernel(address, arguments)
 
 
 def run(address: int, *arguments: int) -> None:
     """Call compiled code."""
-    _call(address, *arguments, *[0] * (N_ARGUMENTS - len(arguments)))
+    _call(address, (*arguments, *[0] * (N_ARGUMENTS - len(arguments))))
 
 
 def multiply(function: int, weight: PackedWeight, x: np.ndarray, act_scales: np.ndarray | None, bias: np.ndarray) -> np.ndarray:
