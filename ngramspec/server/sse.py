@@ -29,6 +29,9 @@ GENERATES: dict[int | str, dict[str, Any]] = {200: _MAY_STREAM}
 _MAY_STREAM_LINES: dict[str, Any] = {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}
 GENERATES_LINES: dict[int | str, dict[str, Any]] = {200: _MAY_STREAM_LINES}  # the same for streams of lines of JSON
 
+# What Python's str.splitlines takes for line ends and JSON leaves as it is. Clients that read lines with httpx, such as Ollama's for
+# Python, would see half a line of JSON.
+_LINE_ENDS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"}
 Event = dict[str, Any] | str
 
 
@@ -101,4 +104,5 @@ async def _encode_all(
 
 
 def _dump(event: Event) -> str:
-    return event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    return text if text.isascii() else text.translate(_LINE_ENDS)

@@ -192,3 +192,14 @@ def test_what_is_written_is_sent_at_once(client: httpx.Client, server: Server) -
     sockets = [each.transport.get_extra_info("socket") for each in list(server.uvicorn.server_state.connections)]
     assert sockets
     assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
+
+
+def test_an_event_is_one_line_to_who_splits_at_any_line_end(client: httpx.Client) -> None:
+    """As httpx does, with which Ollama's client for Python and others read streams: JSON may hold U+0085, U+2028 and U+2029 as they are."""
+    odd = "a\u2028b\u2029c\u0085d\u00e9"
+    body = {"prompt": odd, "max_tokens": 1, "echo": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+    assert text.startswith(odd)
