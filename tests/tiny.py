@@ -94,6 +94,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "first_k_dense_replace": 1,
     },
+    "minicpm3": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 48,
+        "dim_model_base": 16,
+        "tie_word_embeddings": False,
+    },
     "qwen3_5_text": {
         "num_hidden_layers": 6,
         "layer_types": ["linear_attention", "full_attention", "full_attention"] * 2,

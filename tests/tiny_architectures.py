@@ -191,6 +191,13 @@ _DEEPSEEK2_KEYS: dict[str, Any] = _CHOICE | {
 _OLDER_KEYS = {key: value for key, value in _DEEPSEEK2_KEYS.items() if not key.endswith("_mla")} | {
     "attention.key_length": _PLAIN_KEY + _TURNED, "attention.value_length": _VALUE, "attention.head_count_kv": HEADS,
 }  # fmt: skip
+_MINICPM3 = {
+    name: shape for name, shape in (_OLDER | _TWO_STEPS).items() if name not in ("attn_q.weight", "attn_k_b.weight", "attn_v_b.weight")
+} | _GATED
+_MINICPM3_KEYS: dict[str, Any] = {
+    "attention.q_lora_rank": 2 * _RANK, "attention.kv_lora_rank": _RANK, "attention.key_length": _PLAIN_KEY + _TURNED,
+    "rope.dimension_count": _TURNED, "attention.head_count_kv": HEADS,
+}  # fmt: skip
 _BY_SIGMOID = {"attention.q_lora_rank": 2 * _RANK, "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5}
 _GLM4_MOE_KEYS = _CHOICE | _WIDE | {
     "rope.dimension_count": HEAD_DIM // 2, "expert_feed_forward_length": _WIDTH, "expert_shared_count": 2, "leading_dense_block_count": 1,
@@ -496,6 +503,11 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
         | {"expert_group_count": 4, "expert_group_used_count": 2, "rope.scaling.yarn_log_multiplier": 0.1}, True,
     ),
     "deepseek2, glm": ("deepseek2", _TWO_STEPS | _GATED | _BESIDE | _CORRECTION, _DEEPSEEK2_KEYS | _BY_SIGMOID, True),
+    "minicpm3": ("minicpm3", _MINICPM3, _MINICPM3_KEYS | {"attention.value_length": _VALUE}, False),
+    "minicpm3, long": (
+        "minicpm3", _MINICPM3 | {"attn_kv_b.weight": (HEADS * (_PLAIN_KEY + HEAD_DIM), _RANK), "attn_output.weight": (HIDDEN, _Q)},
+        _MINICPM3_KEYS | {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 32}, True,
+    ),
     "mistral4": (
         "mistral4", _TWO_STEPS | _BESIDE,
         _DEEPSEEK2_KEYS | _YARN | {"attention.q_lora_rank": 2 * _RANK, "expert_weights_norm": True, "leading_dense_block_count": 0}

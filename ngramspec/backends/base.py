@@ -394,6 +394,14 @@ RECURRENT_LAYERS = ("linear_attention", "conv")
 CPU_RECURRENT_MODULES = ("GatedDeltaNet", "ShortConv", "MambaLayer", "Mamba2Mixer")
 
 
+# Why layers of other types are refused.
+_REASONS = {
+    "hybrid": "attention and Mamba-2 beside each other in one layer, as in Falcon-H1",
+    "chunked_attention": "attention within chunks of a text, as in Llama 4",
+    "linear_attention": "a recurrence that is neither Gated DeltaNet nor Mamba-2 as in Granite 4 and Nemotron-H",
+}
+
+
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     return not set(RECURRENT_LAYERS).isdisjoint(_get_layer_types(model))
 
@@ -405,10 +413,12 @@ def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
         any(type(module).__name__.endswith(tuple(ends)) for module in model.modules()) for ends in (recurrent, CPU_RECURRENT_MODULES)
     )
     accepted = (*ATTENTION_LAYERS, *RECURRENT_LAYERS, "mlp", "moe") if is_computed else ATTENTION_LAYERS
-    hint = "; the CPU computes them (device='cpu')" if on_cpu and not is_computed else ""
+    is_refused_here = on_cpu and not is_computed
+    hint = "; the CPU computes them (device='cpu')" if is_refused_here else ""
     for other in sorted(set(types) - set(accepted)):
         where = ", ".join(str(i) for i, each in enumerate(types) if each == other)
-        raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}; accepted: {', '.join(accepted)}{hint}")
+        reason = f" ({_REASONS[other]})" if other in _REASONS and not is_refused_here else ""
+        raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}{reason}; accepted: {', '.join(accepted)}{hint}")
     if getattr(model, "_is_stateful", False) and not is_computed and not types:
         raise UnsupportedModelError(f"{name} keeps a recurrent state, which is not implemented; accepted: decoders with attention alone")
     if any(getattr(module, "time_step_limit", ()) is None for module in model.modules()):

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf_configs as configs
 from ngramspec.models import gguf_hybrid_configs as hybrids
+from ngramspec.models import gguf_latent_configs as latents
 from ngramspec.models import gguf_layer_norm_configs as layer_norms
+from ngramspec.models import gguf_refusals, qwen3_next
 from ngramspec.models import gguf_window_configs as windows
-from ngramspec.models import qwen3_next
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_configs import Config
 from ngramspec.models.gguf_metadata import GgufMetadata
@@ -178,14 +179,7 @@ def get_architecture(file: Gguf) -> Architecture:
     """Return the row of a file's architecture. Raises UnsupportedModelError."""
     if (row := ARCHITECTURES.get(file.architecture)) is not None:
         return row
-    if file.architecture == "clip":
-        raise UnsupportedModelError(
-            f"{file.path}: it is the part of a model that reads images or sound; accepted: the file of its text part"
-        )
-    raise UnsupportedModelError(
-        f"{file.path}: architecture {file.architecture!r:.80} is not read from GGUF; its safetensors folder may load; "
-        f"accepted: {', '.join(sorted(ARCHITECTURES))}"
-    )
+    raise gguf_refusals.make_refusal(file, ARCHITECTURES)
 
 
 # ------------------------------------------------------------------ the table
@@ -268,7 +262,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "codeshell": Architecture(model_type="starcoder2", layer=_STARCODER2, rms_epsilon=False, configure=layer_norms.read_starcoder2),
     "cohere2": Architecture(model_type="cohere2", layer=_COHERE, rms_epsilon=False, configure=configs.read_cohere2),
     "command-r": Architecture(model_type="cohere", layer=_COHERE | _HEAD_NORMS, rms_epsilon=False, configure=configs.read_cohere),
-    "deepseek2": Architecture(model_type="deepseek_v2", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
+    "deepseek2": Architecture(model_type="deepseek_v2", layer=_DEEPSEEK2, latent=True, configure=latents.read_deepseek2),
     "dots1": Architecture(model_type="glm4_moe", layer=_GLM4_MOE, configure=configs.read_glm4moe),
     "ernie4_5": Architecture(model_type="ernie4_5", layer=_LLAMA, configure=configs.read_ernie),
     "ernie4_5-moe": Architecture(
@@ -389,6 +383,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "llama": Architecture(model_type="llama", layer=_LLAMA | _EXPERTS, rules=_PAIRS, configure=configs.read_llama_or_mixtral),
     "minicpm": Architecture(model_type="granite", layer=_LLAMA, rules=_PAIRS, configure=configs.read_minicpm),
+    "minicpm3": Architecture(model_type="minicpm3", layer=_NORMS | _LATENT | _MLP, latent=True, configure=latents.read_minicpm3),
     "minimax-m2": Architecture(
         model_type="minimax_m2",
         layer=_QWEN3_MOE | {"exp_probs_b": "mlp.e_score_correction"},
@@ -402,7 +397,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mellum": Architecture(model_type="mellum", layer=_QWEN3_MOE, configure=configs.read_mellum),
     "mistral3": Architecture(model_type="ministral3", layer=_LLAMA, rules=_PAIRS, configure=configs.read_mistral3),
-    "mistral4": Architecture(model_type="mistral4", layer=_DEEPSEEK2, latent=True, configure=configs.read_deepseek2),
+    "mistral4": Architecture(model_type="mistral4", layer=_DEEPSEEK2, latent=True, configure=latents.read_deepseek2),
     "mimo2": Architecture(
         model_type="mimo_v2_flash",
         layer=_NORMS | _ATTENTION | _BIASED_EXPERTS | {"attn_sinks": "self_attn.sinks"},

@@ -33,7 +33,7 @@ GELU, QUANTISED = ("gemma", "starcoder", "codeshell", "phi2", "gptneox"), "mxfp4
 # An activation with numbers of every layer, four streams of hidden states, gates by softplus, values smaller than keys, positions with an
 # embedding of their own, keys and values in one matrix with queries by heads, norms without weights.
 BY_MODULES = ("apertus", "gemma3n", "gptneox", "gptneox, in turns", "laguna", "laguna, full", "mimo2", "olmo", "starcoder")
-LATENT = ("deepseek2, older", "deepseek2, groups", "mistral4")
+LATENT = ("deepseek2, older", "deepseek2, groups", "mistral4", "minicpm3", "minicpm3, long")
 MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe")
 
 
@@ -223,6 +223,12 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("deepseek2", {"expert_group_count": 3}, r"deepseek2.expert_group_count is 3"),
         ("deepseek2, groups", {"expert_group_used_count": 1}, r"deepseek2.expert_group_count is 4.*with enough experts"),
         ("deepseek2", {"attention__temperature_scale": 0.1}, r"deepseek2.attention.temperature_scale is 0.1.*accepted: 0"),
+        (
+            "minicpm3",
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0},
+            r"minicpm3.rope.scaling.type is 'yarn'.*none, longrope",
+        ),
+        ("minicpm3", {"attention__q_lora_rank": 0}, r"minicpm3.attention.q_lora_rank is 0"),
         ("mistral4", {"attention__temperature_length": 8}, r"mistral4.attention.temperature_length is 8.*accepted: 16"),
         ("lfm2", {"attention__causal": False}, r"lfm2.attention.causal is False"),
         ("llama", {"embedding_length": [64] * 5000}, "array of 5000 values|is an array"),

@@ -172,7 +172,9 @@ def test_what_transformers_leaves_out_of_configs(opened: Callable[..., OpenModel
         ({"metadata": {"llama.block_count": 1}}, "no use for, such as blk.1"),
         ({"metadata": {"llama.block_count": 1 << 31}}, "llama.block_count is 2147483648 by its metadata; accepted: 1 to 21"),
         ({"metadata": {"llama.embedding_length": 0}}, "llama.embedding_length is 0"),
-        ({"metadata": {"general.architecture": "rwkv6"}}, "architecture 'rwkv6' is not read from GGUF"),
+        ({"metadata": {"general.architecture": "rwkv6"}}, "architecture 'rwkv6' is not read from GGUF, nor as a folder: its recurrence"),
+        ({"metadata": {"general.architecture": "falcon-h1"}}, "nor as a folder: attention and Mamba-2 beside each other"),
+        ({"metadata": {"general.architecture": "orion"}}, "architecture 'orion' is not read from GGUF; its safetensors folder may load"),
     ],
 )
 def test_a_file_that_is_no_whole_model_is_refused(opened: Callable[..., OpenModel], options: dict[str, Any], told: str) -> None:

@@ -94,6 +94,11 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     )  # fmt: skip
 
 
+def _get_residual_scale(layer: Any) -> float:
+    """Return the factor of what a layer's attention and MLP add, as Granite or MiniCPM 3 name it."""
+    return float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1)))
+
+
 def _get_last_norm(base: Any) -> Any:
     return next((getattr(base, name) for name in ("norm", "embedding_norm", "norm_f", "final_layernorm") if hasattr(base, name)), None)
 
@@ -148,11 +153,16 @@ def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary]
 def _is_interleaved(model: PreTrainedModel, rotaries: dict[str, Rotary], head_dim: int) -> bool:
     """Return whether the rotary embedding turns pairs that lie side by side, by what transformers' function computes.
 
-    A family without a function of the usual name is assumed to turn halves.
+    Latent attention may state it. A family without a function of the usual name is assumed to turn halves.
     """
     base: Any = model.base_model
     rotate: Any = getattr(sys.modules[type(base.layers[0]).__module__], "apply_rotary_pos_emb", None)
     kind, rotary = next(iter(rotaries.items()))
+    if any(list_latent_attention(model)):
+        stated = getattr(model.config.get_text_config(), "rope_interleave", True if rotate is None else None)
+        if stated is not None:
+            return bool(stated)
+        head_dim = 2 * len(rotary.frequencies)  # what is turned lies apart
     n, x = len(rotary.frequencies), torch.randn(1, 1, 24, head_dim, generator=torch.Generator().manual_seed(0))
     cos, sin = (torch.from_numpy(each[:, :n]) for each in rotary.angles(0, 24))
     y, z = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
@@ -183,7 +193,7 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     mlps = [module for module in model.modules() if isinstance(module, fused_ops.GatedMLP | fused_ops.PlainMLP)]
     activations = {module.activation for module in mlps} or {SILU}
     alike = {
-        (float(attn.scaling), float(getattr(attn, "attn_logit_softcapping", None) or 0), float(getattr(layer, "residual_multiplier", 1)))
+        (float(attn.scaling), float(getattr(attn, "attn_logit_softcapping", None) or 0), _get_residual_scale(layer))
         for layer, attn in zip(attending, attentions, strict=True)
     }
     norm, n_rotated = _describe_norm(_get_last_norm(base)), {2 * len(each.frequencies) for each in (rotaries or {}).values()}
@@ -205,7 +215,7 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", mup)),
         logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),
         n_rotated=n_rotated.pop() % head_dim,
-        interleaved=bool(getattr(config, "rope_interleave", True)) if latents else _is_interleaved(model, rotaries, head_dim),
+        interleaved=_is_interleaved(model, rotaries, head_dim),
         layer_norm=norm.subtracts_mean,
         late_norms=hasattr(attentions[0], _LATE_NORMS[0]),
         parallel=not any(getattr(base.layers[0], name, None) is not None for name in (*_SECOND_NORMS, _MIXER)),

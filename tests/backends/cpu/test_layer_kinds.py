@@ -151,6 +151,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         TWO_STEPS | {"first_k_dense_replace": 0, "rope_parameters": BY_YARN | {"llama_4_scaling_beta": 0.6}, "rms_norm_eps": 1e-5},
         [0],
     ),
+    "minicpm3": ("minicpm3", TWO_STEPS | {"dim_model_base": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}, [0]),
     "lfm2": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2}, [0, 2]),
     "lfm2, four taps": ("lfm2", {"layer_types": ["full_attention", "conv"] * 4, "conv_L_cache": 4, "tie_word_embeddings": False}, [0, 1]),
     "lfm2_moe": (
@@ -236,6 +237,7 @@ ONLY_COMPILED = (
     "deepseek_v3, halves",
     "glm4_moe_lite",
     "mistral4",
+    "minicpm3",
     "lfm2",
     "lfm2, four taps",
     "lfm2_moe",
@@ -362,7 +364,13 @@ def test_one_wrong_layer_is_found(
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "llama4_text": (EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96}, r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention'"),
+    "llama4_text": (
+        EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96}, r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention' \(.*Llama 4\)",
+    ),
+    "falcon_h1": (
+        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 8}, r"of type 'hybrid' \(attention and Mamba-2 beside each other",
+    ),
+    "kimi_linear": ({}, r"of type 'linear_attention' \(a recurrence that is neither Gated DeltaNet nor Mamba-2"),
     "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
     "diffllama": ({}, "layer 0 computes attention more than once in a pass"),  # whose second call would replace the values of the first
     "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
