@@ -83,6 +83,13 @@ def fim_engine() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def own() -> Iterator[Engine]:
+    """One of the module alone, which may change its datastores."""
+    with tiny_engine() as engine:
+        yield engine
+
+
 @pytest.fixture
 def client(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as client:

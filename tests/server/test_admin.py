@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import Server, tiny_engine
+from tiny_server import Server
 
 from ngramspec.datastore.build import build
 from ngramspec.datastore.commit import lock_for_writing
@@ -17,12 +17,6 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.settings import Key, ServerSettings
 
 TEXT = "def increment(value):\n    return value + 1\n" * 4
-
-
-@pytest.fixture(scope="module")
-def own() -> Iterator[Engine]:
-    with tiny_engine() as engine:
-        yield engine
 
 
 @pytest.fixture

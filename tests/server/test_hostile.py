@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import BaseModel
-from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
+from tiny_server import Server
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ from ngramspec.server.openai.schemas import ApplyTemplateRequest, ChatRequest, C
 from ngramspec.server.settings import Limits, ServerSettings
 from ngramspec.server.tokenization import DetokenizeBody, TokenizeBody
 
-MAX_LEN = 64
+MAX_LEN = 64  # tokens of a text of `fim_engine`
 GOOD = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "a"}]
 ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -116,20 +116,14 @@ def key(model: type[BaseModel], leaf: Leaf) -> tuple[type, str]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with left_clean(tiny_engine(tokenizer=fim_tokenizer(), max_model_len=MAX_LEN, kv_memory=16 << 20)) as engine:
-        yield engine
+def server(start_server: Callable[..., Server], fim_engine: Engine) -> Server:
+    return start_server(fim_engine, ServerSettings(admin_on_loopback=True, receive_timeout=2, limits=Limits(output_tokens=256)))
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server], engine: Engine) -> Server:
-    return start_server(engine, ServerSettings(admin_on_loopback=True, receive_timeout=2, limits=Limits(output_tokens=256)))
-
-
-@pytest.fixture(scope="module")
-def expected(engine: Engine) -> str:
+def expected(fim_engine: Engine) -> str:
     """What the good request is answered."""
-    return engine.complete(list(b"def add(a, b):"), SamplingParams(max_tokens=8, ignore_eos=True), speculation=False).text
+    return fim_engine.complete(list(b"def add(a, b):"), SamplingParams(max_tokens=8, ignore_eos=True), speculation=False).text
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from pydantic import SecretStr
-from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
+from tiny_server import Server
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams
@@ -22,21 +22,13 @@ from ngramspec.server import logs
 from ngramspec.server.settings import Key, ServerSettings
 
 KEY = "the-administrators"
-MAX_LEN = 64
-"""Of a text: what asks for as much as there is ends soon."""
 GOOD = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with left_clean(tiny_engine(tokenizer=fim_tokenizer(), max_model_len=MAX_LEN, kv_memory=16 << 20)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server], engine: Engine) -> Server:
+def server(start_server: Callable[..., Server], fim_engine: Engine) -> Server:
     """With keys: schemathesis asks for each operation without one, too."""
-    return start_server(engine, ServerSettings(admin_keys=(Key(key=SecretStr(KEY)),)))
+    return start_server(fim_engine, ServerSettings(admin_keys=(Key(key=SecretStr(KEY)),)))
 
 
 class Answers(logging.Handler):

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
-from tiny_server import Server, chat_tokenizer, tiny_engine
+from tiny_server import Server, chat_tokenizer
 
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.cache_dir import cache_dir
@@ -47,12 +47,6 @@ def make_tree(folder: Path, *packages: str) -> str:
         (folder / ".venv" / "pyvenv.cfg").touch()
         (folder / ".venv" / "lib" / "python3.11" / "site-packages" / "module.py").write_text("installed = 1\n" * 3)
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def own() -> Iterator[Engine]:
-    with tiny_engine() as engine:
-        yield engine
 
 
 @pytest.fixture
