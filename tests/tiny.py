@@ -30,6 +30,10 @@ _COMMON = {
     "max_position_embeddings": 256,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_LATENT = {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+}  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False,
@@ -79,14 +83,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
     "cohere2": {"num_hidden_layers": 4, "sliding_window": WINDOW, "logit_scale": 0.5},
-    "deepseek_v3": {
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 48,
+    "deepseek_v3": _LATENT
+    | {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
         "n_group": 4,
@@ -94,17 +92,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "first_k_dense_replace": 1,
     },
-    "minicpm3": {
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 48,
-        "dim_model_base": 16,
-        "tie_word_embeddings": False,
-    },
+    "minicpm3": _LATENT | {"dim_model_base": 16, "tie_word_embeddings": False},
     "qwen3_5_text": {
         "num_hidden_layers": 6,
         "layer_types": ["linear_attention", "full_attention", "full_attention"] * 2,

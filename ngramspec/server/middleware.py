@@ -104,9 +104,8 @@ class RequestMiddleware:
                 send_refusal = error.response(scope["path"])
                 await (_close_late(send_refusal) if "Connection" in error.headers else send_refusal)(scope, receive, answer)
             else:
-                await self.app(
-                    inner, _replay(b"null" if body else b"", receive), answer
-                )  # routes take it as parsed; nobody holds its bytes
+                placeholder = b"null" if body else b""  # routes take the body as parsed; nobody holds its bytes
+                await self.app(inner, _replay(placeholder, receive), answer)
         except ClientGone:
             status = error_responses.CLIENT_GONE
         except Exception:
