@@ -19,6 +19,7 @@ import numpy as np
 
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.kv_cache.blocks import BlockTables
+from ngramspec.models import refusals
 from ngramspec.models.latent_weights import list_latent_attention
 from ngramspec.outputs import BLOCK, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import ROWS_PER_ITEM, Batch, Span, pack
@@ -394,14 +395,6 @@ RECURRENT_LAYERS = ("linear_attention", "conv")
 CPU_RECURRENT_MODULES = ("GatedDeltaNet", "ShortConv", "MambaLayer", "Mamba2Mixer")
 
 
-# Why layers of other types are refused.
-_REASONS = {
-    "hybrid": "attention and Mamba-2 beside each other in one layer, as in Falcon-H1",
-    "chunked_attention": "attention within chunks of a text, as in Llama 4",
-    "linear_attention": "a recurrence that is neither Gated DeltaNet nor Mamba-2 as in Granite 4 and Nemotron-H",
-}
-
-
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     return not set(RECURRENT_LAYERS).isdisjoint(_get_layer_types(model))
 
@@ -417,10 +410,11 @@ def _check_layers(model: PreTrainedModel, recurrent: Sequence[str]) -> None:
     hint = "; the CPU computes them (device='cpu')" if is_refused_here else ""
     for other in sorted(set(types) - set(accepted)):
         where = ", ".join(str(i) for i, each in enumerate(types) if each == other)
-        reason = f" ({_REASONS[other]})" if other in _REASONS and not is_refused_here else ""
+        told = "" if is_refused_here else refusals.describe_layer_refusal(other)
+        reason = f" ({told})" if told else ""
         raise UnsupportedModelError(f"{name}: layers {where} are of type {other!r}{reason}; accepted: {', '.join(accepted)}{hint}")
     if getattr(model, "_is_stateful", False) and not is_computed and not types:
-        raise UnsupportedModelError(f"{name} keeps a recurrent state, which is not implemented; accepted: decoders with attention alone")
+        raise UnsupportedModelError(f"{name} keeps a state: {refusals.OTHER_RECURRENCE.text}")
     if any(getattr(module, "time_step_limit", ()) is None for module in model.modules()):
         raise UnsupportedModelError(f"{name}: time_step_limit is null by its config; accepted: two numbers")
     if getattr(config, "attn_temperature_tuning", False):
@@ -439,14 +433,14 @@ def check_supported(model: PreTrainedModel, recurrent: Sequence[str] = (), *, la
     name = type(model).__name__
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are supported")
+        raise UnsupportedModelError(f"{name}: {refusals.ENCODER_DECODER.text}; accepted: decoders")
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language-model head")
     if not latent and any(list_latent_attention(model)):
         raise UnsupportedModelError(f"{name}: its attention is latent (MLA), which only the CPU computes (device='cpu')")
     _check_layers(model, recurrent)
     if not masks.is_replaceable(model) and not has_recurrent_layers(model):
-        raise UnsupportedModelError(f"{name} does not let its attention function be replaced (_supports_attention_backend is not set)")
+        raise UnsupportedModelError(f"{name}: {refusals.NO_REPLACEABLE_ATTENTION.text} (_supports_attention_backend is not set)")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
     is_fixed = any(getattr(module, "rope_type", None) == "ntk_alpha" for module in model.modules())  # Hunyuan's "dynamic" with an alpha

@@ -17,8 +17,8 @@ from ngramspec.models import gguf_configs as configs
 from ngramspec.models import gguf_hybrid_configs as hybrids
 from ngramspec.models import gguf_latent_configs as latents
 from ngramspec.models import gguf_layer_norm_configs as layer_norms
-from ngramspec.models import gguf_refusals, qwen3_next
 from ngramspec.models import gguf_window_configs as windows
+from ngramspec.models import qwen3_next, refusals
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_configs import Config
 from ngramspec.models.gguf_metadata import GgufMetadata
@@ -179,7 +179,7 @@ def get_architecture(file: Gguf) -> Architecture:
     """Return the row of a file's architecture. Raises UnsupportedModelError."""
     if (row := ARCHITECTURES.get(file.architecture)) is not None:
         return row
-    raise gguf_refusals.make_refusal(file, ARCHITECTURES)
+    raise refusals.make_architecture_refusal(file, ARCHITECTURES)
 
 
 # ------------------------------------------------------------------ the table

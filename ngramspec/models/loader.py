@@ -37,6 +37,7 @@ from ngramspec.models import (
     header_limits,
     qwen3_next,
     random_weights,
+    refusals,
     safetensors,
     start_cache,
     vocabulary,
@@ -287,7 +288,7 @@ def _check_kind(config: dict[str, Any], spec: str) -> None:
         )
     reason = None
     if config.get("is_encoder_decoder"):
-        reason = "it is an encoder-decoder"
+        reason = refusals.ENCODER_DECODER.text
     elif modality := next((m for m in ("vision", "audio") if f"{m}_config" in config), None):
         reason = f"it reads {'images' if modality == 'vision' else 'sound'} as well as text"
     elif not native:

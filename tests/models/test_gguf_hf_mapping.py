@@ -172,8 +172,11 @@ def test_what_transformers_leaves_out_of_configs(opened: Callable[..., OpenModel
         ({"metadata": {"llama.block_count": 1}}, "no use for, such as blk.1"),
         ({"metadata": {"llama.block_count": 1 << 31}}, "llama.block_count is 2147483648 by its metadata; accepted: 1 to 21"),
         ({"metadata": {"llama.embedding_length": 0}}, "llama.embedding_length is 0"),
-        ({"metadata": {"general.architecture": "rwkv6"}}, "architecture 'rwkv6' is not read from GGUF, nor as a folder: its recurrence"),
-        ({"metadata": {"general.architecture": "falcon-h1"}}, "nor as a folder: attention and Mamba-2 beside each other"),
+        (
+            {"metadata": {"general.architecture": "rwkv6"}},
+            "architecture 'rwkv6' is not read from GGUF, nor as a folder: its recurrence is neither Gated",
+        ),
+        ({"metadata": {"general.architecture": "falcon-h1"}}, "Mamba-2 beside each other in one layer, as in Falcon-H1, are not computed"),
         ({"metadata": {"general.architecture": "orion"}}, "architecture 'orion' is not read from GGUF; its safetensors folder may load"),
     ],
 )

@@ -365,12 +365,14 @@ def test_one_wrong_layer_is_found(
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": (
-        EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96}, r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention' \(.*Llama 4\)",
+        EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 96},
+        r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention' \(attention within chunks of a text, as in Llama 4, is not computed\)",
     ),
     "falcon_h1": (
-        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 8}, r"of type 'hybrid' \(attention and Mamba-2 beside each other",
+        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 8},
+        r"of type 'hybrid' \(attention and Mamba-2 beside each other in one layer, as in Falcon-H1, are not computed\)",
     ),
-    "kimi_linear": ({}, r"of type 'linear_attention' \(a recurrence that is neither Gated DeltaNet nor Mamba-2"),
+    "kimi_linear": ({}, r"of type 'linear_attention' \(its recurrence is neither Gated DeltaNet nor Mamba-2"),
     "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
     "diffllama": ({}, "layer 0 computes attention more than once in a pass"),  # whose second call would replace the values of the first
     "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
