@@ -14,7 +14,7 @@ from ngramspec.errors import InvalidInputError, TokenizerError
 from ngramspec.options import MAX_INT
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.auth import Identity
-from ngramspec.server.error_responses import ApiError, make_context_error
+from ngramspec.server.error_responses import ApiError, make_context_error, make_field_error
 from ngramspec.server.request_fields import GenerationFields
 from ngramspec.server.settings import Limits
 
@@ -60,8 +60,8 @@ def check_token_ids(bias: Mapping[str, float]) -> None:
     """Raises ApiError (400) for keys of `logit_bias` that are no token ids, which OpenAI's routes take alone."""
     if texts := [key for key in bias if not re.fullmatch("-?[0-9]+", key)]:
         shown = ", ".join(repr(text[:MAX_BIAS_CHARS]) for text in texts[:SHOWN_TEXTS]) + (", …" if len(texts) > SHOWN_TEXTS else "")
-        why = f"logit_bias: its keys must be token ids, got {shown}; /completion takes texts, and /tokenize tells their ids"
-        raise ApiError(400, why, param="logit_bias")
+        why = f"its keys must be token ids, got {shown}; /completion takes texts, and /tokenize tells their ids"
+        raise make_field_error("logit_bias", why)
 
 
 def read_bias(given: Iterable[tuple[int | str, float | bool]], engine: Engine, most: int) -> dict[int, float]:
@@ -72,16 +72,16 @@ def read_bias(given: Iterable[tuple[int | str, float | bool]], engine: Engine, m
     bias: dict[int, float] = {}
     for n, (token, value) in enumerate(given):
         if n >= most:
-            raise ApiError(400, f"logit_bias: at most {most} entries of logit_bias", param="logit_bias")
+            raise make_field_error("logit_bias", f"at most {most} entries of logit_bias")
         if value is True:
             raise ApiError(400, "logit_bias must be numbers, or false for a token that is banned, got true", param="logit_bias")
         if isinstance(token, str) and not re.fullmatch("-?[0-9]+", token):
             if not 0 < len(token) <= MAX_BIAS_CHARS:
-                raise ApiError(400, f"logit_bias: texts of 1 to {MAX_BIAS_CHARS} characters, got {len(token)}", param="logit_bias")
+                raise make_field_error("logit_bias", f"texts of 1 to {MAX_BIAS_CHARS} characters, got {len(token)}")
             try:
                 ids = engine.encode_text(token)
             except (InvalidInputError, TokenizerError) as error:
-                raise ApiError(400, f"logit_bias: {error}", param="logit_bias") from None
+                raise make_field_error("logit_bias", str(error)) from None
         else:
             ids = [int(token) if len(str(token)) <= 10 else MAX_INT]
             if not 0 <= ids[0] < engine.vocab_size:
@@ -150,4 +150,4 @@ class RequestLimits:
 
     def _check_most(self, param: str, asked: int, most: int, what: str) -> None:
         if asked > most:
-            raise ApiError(400, f"{param}: at most {most} {what}, got {asked}", param=param)
+            raise make_field_error(param, f"at most {most} {what}, got {asked}")

@@ -142,6 +142,18 @@ def rename_params(*names: tuple[str, str]) -> Iterator[None]:
         ) from None
 
 
+def make_field_error(param: str, why: str, code: str | None = None) -> ApiError:
+    """Return a 400 that names a field of the request."""
+    return ApiError(400, f"{param}: {why}", param=param, code=code)
+
+
+def require(value: Any, param: str) -> Any:
+    """Return the value of a field. Raises ApiError (400) if there is none."""
+    if value is None:
+        raise make_field_error(param, "is missing")
+    return value
+
+
 class ClientGone(Exception):  # noqa: N818 - not an error of anybody
     """The client went away; what ran for it has been cancelled."""
 

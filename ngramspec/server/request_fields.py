@@ -21,7 +21,7 @@ from ngramspec.grammar.json_schema import prepare_lark
 from ngramspec.options import MAX_INT, ChoiceOf, Flag, Integer, Kind, Number, TextKind, TextList, TokenIds, options_of
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import field_support
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import ApiError, make_field_error, require
 
 MAX_BIAS = 1 << 14  # entries of `logit_bias` that are checked one by one
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -193,9 +193,9 @@ def read_grammar(request: GenerationFields) -> FieldGrammar | None:
         try:
             found.append((field, make(value)))
         except GrammarError as error:
-            raise ApiError(400, f"{field}: {error}", param=field) from None
+            raise make_field_error(field, str(error)) from None
     if len(found) > 1:
-        raise ApiError(400, f"{found[1][0]}: not beside {found[0][0]}; a text has one form", param=found[1][0])
+        raise make_field_error(found[1][0], f"not beside {found[0][0]}; a text has one form")
     return found[0] if found else None
 
 
@@ -206,7 +206,7 @@ def check_grammar(form: FieldGrammar | None, engine: Engine, tenant: str | None)
         try:
             engine.compile_grammar(grammar, tenant=tenant)
         except (GrammarError, TokenizerError) as error:
-            raise ApiError(400, f"{field}: {error}", param=field) from None
+            raise make_field_error(field, str(error)) from None
 
 
 def _make_client_grammar(grammar: str) -> Grammar:
@@ -234,7 +234,8 @@ def _read_forms(request: GenerationFields) -> Iterator[tuple[str, Any, Callable[
     if (wanted := request.structured_outputs) is not None:
         for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
             if getattr(wanted, name):
-                raise _unsupported(f"structured_outputs.{name}")
+                param = f"structured_outputs.{name}"
+                raise ApiError(400, f"{param} is not supported", param=param, code="not_supported")
         for name, make in _MAKERS.items():
             if (value := getattr(wanted, "json_" if name == "json" else name)) is not None:
                 yield f"structured_outputs.{name}", value, make
@@ -258,20 +259,15 @@ def _read_response_format(wanted: ResponseFormat) -> Iterator[tuple[str, Any, Ca
         case "json_object":
             yield "response_format", None, _make_any_object
         case "json_schema":
-            if wanted.json_schema is None:
-                raise ApiError(400, "response_format.json_schema: is missing", param="response_format.json_schema")
-            if wanted.json_schema.json_schema is None:
+            schema = require(wanted.json_schema, "response_format.json_schema").json_schema
+            if schema is None:
                 yield "response_format", None, _make_any_object
             else:
-                yield "response_format.json_schema.schema", wanted.json_schema.json_schema, Grammar.json_schema
+                yield "response_format.json_schema.schema", schema, Grammar.json_schema
         case other:
-            why = f"response_format: must be of type 'text', 'json_object' or 'json_schema', got {other[:40]!r}"
-            raise ApiError(400, why, param="response_format", code="not_supported")
+            why = f"must be of type 'text', 'json_object' or 'json_schema', got {other[:40]!r}"
+            raise make_field_error("response_format", why, "not_supported")
 
 
 def _make_any_object(_: object) -> Grammar:
     return Grammar.json_object()
-
-
-def _unsupported(param: str) -> ApiError:
-    return ApiError(400, f"{param} is not supported", param=param, code="not_supported")

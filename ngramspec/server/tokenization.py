@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 from ngramspec import __version__
 from ngramspec.prompts.chat_template import before_text
 from ngramspec.server.auth import Identity, identify, operator
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import make_field_error
 from ngramspec.server.llamacpp.schemas import TextOrTokens
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
 from ngramspec.server.middleware import ParsedBodyRoute
@@ -43,7 +43,7 @@ class TokenizeBody(ChatPrompt):
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         if [self.content, self.prompt, self.messages].count(None) != 2:
-            raise ApiError(400, "content: give one of content, prompt and messages", param="content")
+            raise make_field_error("content", "give one of content, prompt and messages")
         return self
 
 
@@ -136,7 +136,7 @@ def make_router(state: ServerState) -> APIRouter:
 def _describe_pieces(tokens: LlamaTokenizer, ids: list[int]) -> list[dict[str, Any]]:
     """Return each id with its text, or its bytes if they are not whole characters. Raises ApiError (400)."""
     if len(ids) > MAX_PIECES:
-        raise ApiError(400, f"with_pieces: for up to {MAX_PIECES} tokens, got {len(ids)}", param="with_pieces")
+        raise make_field_error("with_pieces", f"for up to {MAX_PIECES} tokens, got {len(ids)}")
 
     def describe(raw: bytes) -> str | list[int]:
         try:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ngramspec.prompts.tool_calls.tool_prompt import Call
 from ngramspec.prompts.tool_calls.toolbox import DeclaredTool, NamedTools, Toolbox, make_toolbox
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import make_field_error, require
 from ngramspec.server.request_fields import Items, StrictModel
 
 MAX_TOOLS = 128
@@ -80,9 +80,8 @@ def read_toolbox(
 def _read_tool(declared: ToolDeclared, where: str) -> DeclaredTool:
     if declared.type != "function":
         why = f"only tools of type 'function', got {declared.type[:40]!r}"
-        raise ApiError(400, f"{where}.type: {why}", param=f"{where}.type", code="not_supported")
-    if (function := declared.function) is None:
-        raise _make_error(f"{where}.function", "is missing")
+        raise make_field_error(f"{where}.type", why, "not_supported")
+    function = require(declared.function, f"{where}.function")
     return DeclaredTool(function.name, function.description or "", function.parameters, bool(function.strict), where)
 
 
@@ -92,12 +91,12 @@ def _read_choice(choice: ChosenTool) -> NamedTools:
         return NamedTools([_read_name(tool) for tool in allowed.tools], required=allowed.mode == "required", several=True)
     if choice.type == "function":
         return NamedTools([_read_name(choice)])
-    raise _make_error("tool_choice", "must be 'none', 'auto', 'required', a function's name or allowed_tools")
+    raise make_field_error("tool_choice", "must be 'none', 'auto', 'required', a function's name or allowed_tools")
 
 
 def _read_name(tool: ToolNamed) -> str:
     if tool.function is None:
-        raise _make_error("tool_choice", "names no function")
+        raise make_field_error("tool_choice", "names no function")
     return tool.function.name
 
 
@@ -106,10 +105,6 @@ def read_calls(calls: Sequence[ToolCalled] | None, where: str) -> tuple[Call, ..
     made = []
     for i, call in enumerate(calls or ()):
         if call.type not in (None, "function") or call.function is None:
-            raise _make_error(f"{where}.tool_calls[{i}]", "must be of type 'function', with a function")
+            raise make_field_error(f"{where}.tool_calls[{i}]", "must be of type 'function', with a function")
         made.append(Call(call.id, call.function.name, call.function.arguments))
     return tuple(made)
-
-
-def _make_error(param: str, why: str) -> ApiError:
-    return ApiError(400, f"{param}: {why}", param=param)

@@ -17,7 +17,7 @@ from ngramspec.prompts.chat_template import ANSWER, Style
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Call, Turn
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import MAX_STOPS
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import make_field_error, require
 from ngramspec.server.openai.schemas import OpenAIRequest, Part, StopString
 from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
 from ngramspec.server.tool_fields import (
@@ -180,7 +180,7 @@ class CountTokensRequest(OpenAIRequest):
         for i, message in enumerate(self.messages):
             where = f"messages[{i}]"
             if message.role not in ROLES:
-                raise ApiError(400, f"{where}.role: must be user or assistant, got {message.role[:40]!r}", param=f"{where}.role")
+                raise make_field_error(f"{where}.role", f"must be user or assistant, got {message.role[:40]!r}")
             for turn in _make_turns(message, where, names, deferred):
                 last = turns[-1] if turns else None
                 if last is not None and last.role == turn.role != TOOL:
@@ -217,21 +217,21 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferre
         place = f"{where}.content[{i}]"
         match block.type:
             case "text":
-                texts.append(_get(block.text, f"{place}.text"))
+                texts.append(require(block.text, f"{place}.text"))
             case "thinking":
                 thoughts += [block.thinking] if block.thinking and message.role == ASSISTANT else []
             case "redacted_thinking":
                 pass
             case "tool_use" if message.role == ASSISTANT:
-                given = json.dumps(_get(block.input, f"{place}.input"), ensure_ascii=False)
-                call = Call(_get(block.id, f"{place}.id"), _get(block.name, f"{place}.name"), given)
+                given = json.dumps(require(block.input, f"{place}.input"), ensure_ascii=False)
+                call = Call(require(block.id, f"{place}.id"), require(block.name, f"{place}.name"), given)
                 calls.append(call)
                 names[call.id] = call.name
             case "tool_result" if message.role == USER:
                 if texts:
                     yield Turn(USER, "\n".join(texts))
                     texts = []
-                call_id = _get(block.tool_use_id, f"{place}.tool_use_id")
+                call_id = require(block.tool_use_id, f"{place}.tool_use_id")
                 content = block.content or ""
                 if not isinstance(content, str):
                     content = _join([part.name_media() for part in content if part.type != "tool_reference"], f"{place}.content")
@@ -240,7 +240,9 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferre
             case "tool_addition" | "tool_removal" if message.role == SYSTEM:
                 texts += filter(None, [_describe_tools(block.list_tools(deferred))])
             case other:
-                raise _not_supported(place, f"no blocks of type {other[:40]!r} in a message of the {message.role}; text and tools only")
+                raise make_field_error(
+                    place, f"no blocks of type {other[:40]!r} in a message of the {message.role}; text and tools only", "not_supported"
+                )
     if texts or calls or message.role == ASSISTANT:
         yield Turn(message.role, "\n".join(texts), tuple(calls), thoughts="\n".join(thoughts))
 
@@ -255,19 +257,9 @@ def _join(content: str | Sequence[Part], where: str) -> str:
         return content
     for i, block in enumerate(content):
         if block.type != "text":
-            raise _not_supported(f"{where}[{i}]", f"only blocks of type 'text', got {block.type[:40]!r}")
-    texts = [_get(block.text, f"{where}[{i}].text") for i, block in enumerate(content)]
+            raise make_field_error(f"{where}[{i}]", f"only blocks of type 'text', got {block.type[:40]!r}", "not_supported")
+    texts = [require(block.text, f"{where}[{i}].text") for i, block in enumerate(content)]
     return "\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
-
-
-def _get(value: Any, where: str) -> Any:
-    if value is None:
-        raise ApiError(400, f"{where}: is missing", param=where)
-    return value
-
-
-def _not_supported(param: str, why: str) -> ApiError:
-    return ApiError(400, f"{param}: {why}", param=param, code="not_supported")
 
 
 # ------------------------------------------------------------------ answers

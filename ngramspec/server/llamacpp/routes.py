@@ -21,7 +21,7 @@ from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, check_site, identify, operator
 from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias
-from ngramspec.server.error_responses import ApiError, make_bad_request, retry_after
+from ngramspec.server.error_responses import ApiError, make_bad_request, make_field_error, retry_after
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
 from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaRequest, SlotFile
 from ngramspec.server.llamacpp.slots import SavedSlots
@@ -169,7 +169,7 @@ class _LlamaHandler:
         inputs = []
         for ids in prompts:
             if not ids:
-                raise ApiError(400, "prompt: is empty, and this model's tokenizer begins texts with nothing", param="prompt")
+                raise make_field_error("prompt", "is empty, and this model's tokenizer begins texts with nothing")
             self.state.limits.check_prompt(len(ids))
             room = self.state.limits.count_room(len(ids))
             for i in range(body.n_cmpl):

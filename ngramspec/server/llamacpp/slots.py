@@ -18,7 +18,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from ngramspec.datastore.cache_dir import expand_home
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import ApiError, make_field_error
 
 MAX_FILES = 1000  # of a tenant
 _BYTES_PER_TOKEN = 12  # of a file: digits, a comma and a blank
@@ -43,7 +43,7 @@ class SavedSlots:
     def get_tokens(self, tenant: str, slot: int) -> list[int]:
         """Return what a slot has. Raises ApiError (400) for a number that no slot has."""
         if not 0 <= slot < self._n_slots:
-            raise ApiError(400, f"id_slot: must be 0 to {self._n_slots - 1}, got {slot}", param="id_slot")
+            raise make_field_error("id_slot", f"must be 0 to {self._n_slots - 1}, got {slot}")
         return list(self._tokens.get((tenant, slot), ()))
 
     def erase_tokens(self, tenant: str, slot: int) -> int:
@@ -60,7 +60,7 @@ class SavedSlots:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists() and sum(1 for _ in path.parent.iterdir()) >= MAX_FILES:
-                raise ApiError(400, f"filename: {MAX_FILES} slots are saved already; give the name of one of them", param="filename")
+                raise make_field_error("filename", f"{MAX_FILES} slots are saved already; give the name of one of them")
             partial.touch(0o600)
             partial.write_bytes(body)
             partial.replace(path)
@@ -80,10 +80,10 @@ class SavedSlots:
             with path.open("rb") as file:
                 body = file.read(most + 1)
         except OSError:
-            raise ApiError(400, f"filename: no slot was saved as {filename!r}", param="filename", code="slot_not_found") from None
+            raise make_field_error("filename", f"no slot was saved as {filename!r}", "slot_not_found") from None
         tokens = self._parse(body) if len(body) <= most else None
         if tokens is None:
-            raise ApiError(400, f"filename: {filename!r} is no slot of this model", param="filename", code="slot_not_usable")
+            raise make_field_error("filename", f"{filename!r} is no slot of this model", "slot_not_usable")
         return tokens, len(body)
 
     def _parse(self, body: bytes) -> list[int] | None:
@@ -101,5 +101,5 @@ class SavedSlots:
         """Return where a file is: in the tenant's own folder, whatever its name. Raises ApiError (400)."""
         if not _NAME.fullmatch(filename):
             why = "must be letters, digits, _, - and dots, up to 128, and begin with no dot"
-            raise ApiError(400, f"filename: {why}, got {filename[:40]!r}", param="filename")
+            raise make_field_error("filename", f"{why}, got {filename[:40]!r}")
         return self._folder / hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:32] / filename

@@ -24,7 +24,7 @@ from ngramspec.prompts.tool_calls.tool_prompt import SYSTEM, USER, Call, Turn
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput
-from ngramspec.server.error_responses import ApiError, rename_params
+from ngramspec.server.error_responses import ApiError, make_field_error, rename_params, require
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.ollama.schemas import (
     EmbedRequest,
@@ -92,10 +92,7 @@ def make_router(state: ServerState) -> APIRouter:
     @routes.post("/show")
     async def show(body: ShowRequest, identity: Who) -> ShowResponse:
         """Describe the model."""
-        asked = body.name if body.model is None else body.model
-        if asked is None:
-            raise ApiError(400, "model: is missing", param="model")
-        asked = asked.removesuffix(":latest")
+        asked = require(body.name if body.model is None else body.model, "model").removesuffix(":latest")
         if asked not in state.names and state.settings.strict_model:
             raise model_not_found(asked, state.names)
         return ShowResponse.model_validate(models.show())
@@ -253,7 +250,7 @@ class _GenerateHandler(_OllamaHandler):
         self.is_empty = not (body.prompt or body.suffix)
         self._fim = state.fim if body.suffix else None
         if body.suffix and self._fim is None:
-            raise ApiError(400, "suffix: this model has no fill-in-the-middle tokens", param="suffix", code="not_supported")
+            raise make_field_error("suffix", "this model has no fill-in-the-middle tokens", "not_supported")
         if prompts.has_chat_template and not (body.raw or body.suffix or self.is_empty):
             turns = [*([Turn(SYSTEM, body.system)] if body.system else []), Turn(USER, body.prompt)]
             self._conversation = Conversation(state, prompts, turns, read_toolbox(None, None, None), "prompt", body.style)
@@ -264,7 +261,7 @@ class _GenerateHandler(_OllamaHandler):
         body, limits = self._given, self._state.limits
         context = body.context or []
         if context and max(context) >= limits.vocab_size:
-            raise ApiError(400, f"context: token ids must be 0 to {limits.vocab_size - 1}", param="context")
+            raise make_field_error("context", f"token ids must be 0 to {limits.vocab_size - 1}")
         if self._conversation is not None:
             ids = context + super().encode()
         else:
@@ -276,7 +273,7 @@ class _GenerateHandler(_OllamaHandler):
             ids = context + ids
         limits.check_prompt(len(ids))
         if not ids:
-            raise ApiError(400, "prompt: is empty", param="prompt")
+            raise make_field_error("prompt", "is empty")
         return ids
 
     def make_input(self, ids: list[int]) -> EngineInput:

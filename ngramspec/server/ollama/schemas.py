@@ -15,7 +15,7 @@ from ngramspec.prompts.chat_template import ANSWER, Style
 from ngramspec.prompts.messages import PARTS, name_omitted
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Call, Turn
 from ngramspec.sampling_params import MAX_SEED, MAX_STOPS
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import make_field_error
 from ngramspec.server.openai.schemas import OpenAIRequest, StopString
 from ngramspec.server.request_fields import Items, StrictModel, TokenId, add_sampling_fields
 from ngramspec.server.tool_fields import MAX_TOOLS, ToolDeclared
@@ -78,7 +78,7 @@ class OllamaRequest(StrictModel):
         options = self.options or Options()
         for name, off in (("mirostat", 0), ("typical_p", 1)):
             if getattr(options, name) not in (None, off):
-                raise ApiError(400, f"options.{name}: not among our samplers", param=f"options.{name}", code="not_supported")
+                raise make_field_error(f"options.{name}", "not among our samplers", "not_supported")
         given: dict[str, Any] = options.defaults | read_options(options)
         if options.seed is not None and options.seed >= 0:
             given["seed"] = options.seed
@@ -88,7 +88,7 @@ class OllamaRequest(StrictModel):
             given["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         elif self.format:
             if self.format != "json":
-                raise ApiError(400, f'format: must be "json" or a JSON schema, got {self.format[:40]!r}', param="format")
+                raise make_field_error("format", f'must be "json" or a JSON schema, got {self.format[:40]!r}')
             given["response_format"] = {"type": "json_object"}
         return OpenAIRequest.model_validate(given | {"model": self.model.removesuffix(":latest"), "stream": self.stream is not False})
 
@@ -132,9 +132,9 @@ class OllamaChatRequest(OllamaRequest):
         for i, message in enumerate(self.messages):
             where = f"messages[{i}]"
             if message.role not in ROLES:
-                raise ApiError(400, f"{where}.role: must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role")
+                raise make_field_error(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {message.role[:40]!r}")
             if message.images and message.role != TOOL:
-                raise ApiError(400, f"{where}.images: this model reads text only", param=f"{where}.images", code="not_supported")
+                raise make_field_error(f"{where}.images", "this model reads text only", "not_supported")
             content = message.content or ""
             if message.role == TOOL:
                 content = PARTS.join(filter(None, (content, *(name_omitted("image") for _ in message.images or ()))))
@@ -149,7 +149,7 @@ class OllamaChatRequest(OllamaRequest):
                 for j, call in enumerate(message.tool_calls or ())
             )
             if calls and message.role != ASSISTANT:
-                raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
+                raise make_field_error(f"{where}.tool_calls", "only the assistant calls tools")
             waiting = list(calls) if calls else waiting
             turns.append(Turn(message.role, content, calls, thoughts=(message.thinking or "") if message.role == ASSISTANT else ""))
         return turns
@@ -176,7 +176,7 @@ class GenerateRequest(OllamaRequest):
             ("context", self.context and self.suffix, "not with suffix"),
         ):
             if asked:
-                raise ApiError(400, f"{name}: {why}", param=name, code="not_supported")
+                raise make_field_error(name, why, "not_supported")
 
 
 class ShowRequest(StrictModel):

@@ -20,7 +20,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Beam, Choice, Completion
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.engine_input import EngineInput
-from ngramspec.server.error_responses import ApiError, ClientGone, rename_params, translate_error
+from ngramspec.server.error_responses import ClientGone, make_field_error, rename_params, translate_error
 from ngramspec.server.queue import AdmissionQueue, Reservation, until_gone
 
 _USED = frozenset({"max_tokens", "n", "ignore_eos", "grammar"})
@@ -32,7 +32,7 @@ def check_beam_params(params: SamplingParams, defaults: Collection[str]) -> None
     plain = SamplingParams()
     for name in (field.name for field in fields(params)):
         if name not in _USED | _WITHOUT_EFFECT | set(defaults) and getattr(params, name) != getattr(plain, name):
-            raise ApiError(400, f"{name}: not with use_beam_search", param=name)
+            raise make_field_error(name, "not with use_beam_search")
 
 
 async def search_beams(

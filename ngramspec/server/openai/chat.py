@@ -21,9 +21,9 @@ from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput, encode_prediction
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import make_field_error, require
 from ngramspec.server.middleware import ParsedBodyRoute
-from ngramspec.server.openai.handler import CompletionHandler, Conversation, Piece, join_text, not_supported
+from ngramspec.server.openai.handler import CompletionHandler, Conversation, Piece
 from ngramspec.server.openai.schemas import (
     ApplyTemplateRequest,
     ApplyTemplateResponse,
@@ -32,6 +32,7 @@ from ngramspec.server.openai.schemas import (
     ChatResponse,
     InputTokens,
     Message,
+    Part,
 )
 from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.sse import GENERATES, EventStream
@@ -100,9 +101,9 @@ class _ChatHandler(CompletionHandler):
         self._max_tokens = None if asked < 0 else max(asked, 1)  # None: as many as fit; an engine writes one at least
         self._silent = asked == 0  # nothing is to be written: the prompt is computed, so that a later request finds it
         if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
+            raise make_field_error("top_logprobs", "only with logprobs")
         if body.prompt_logprobs is not None and self.streams:
-            raise ApiError(400, "prompt_logprobs: not in a stream", param="prompt_logprobs")
+            raise make_field_error("prompt_logprobs", "not in a stream")
         self._logprobs_asked = bool(body.logprobs or body.n_probs)
         self._conversation = make_conversation(state, prompts, body)
         if body.reasoning_format is not None:
@@ -130,7 +131,8 @@ class _ChatHandler(CompletionHandler):
     # ------------------------------------------------------------------ answers
 
     def answer(self, completion: Completion) -> dict[str, Any]:
-        answer = self.head(KIND) | {"choices": [self._make_choice(choice) for choice in completion.choices]}
+        choices = [self._make_choice(choice) for choice in completion.choices]
+        answer = self.head(KIND) | {"choices": choices}
         answer |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))  # null unless asked for, as in vLLM
         if self.token_ids:
             answer["prompt_token_ids"] = completion.prompt_token_ids
@@ -145,7 +147,7 @@ class _ChatHandler(CompletionHandler):
         parser = self._conversation.make_stream_parser()
         for _ in parser.parse(choice):
             pass
-        reply = parser.reply
+        reply, finish_reason = parser.reply, parser.get_finish_reason(choice.finish_reason)
         content = self._echoed + reply.content
         self.n_thought_tokens += parser.n_thought_tokens
         message = {"role": "assistant", "content": content, "refusal": None}
@@ -158,7 +160,7 @@ class _ChatHandler(CompletionHandler):
                 "index": choice.index,
                 "message": message,
                 "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": parser.get_finish_reason(choice.finish_reason),
+                "finish_reason": finish_reason,
                 "token_ids": None,
             }
             | self.describe_sources(choice)
@@ -243,11 +245,11 @@ def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) ->
     turns = make_turns(body.messages)
     answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if goes_on and answer_follows:
-        why = "continue_final_message: only with add_generation_prompt false: a message goes on, or another begins"
-        raise ApiError(400, why, param="continue_final_message")
+        why = "only with add_generation_prompt false: a message goes on, or another begins"
+        raise make_field_error("continue_final_message", why)
     if state.settings.prefill_assistant and answer_follows and turns[-1].role == ASSISTANT and not turns[-1].calls:
         if len(turns) > 1 and turns[-2].role == ASSISTANT:
-            raise ApiError(400, "messages: the answer goes on with the assistant's message at the end; here are two", param="messages")
+            raise make_field_error("messages", "the answer goes on with the assistant's message at the end; here are two")
         answer_follows, goes_on = False, True
         content = join_text(body.messages[-1].content or "", f"messages[{len(turns) - 1}].content", PARTS * 2)  # as in llama.cpp
         turns[-1] = turns[-1]._replace(content=content)
@@ -298,6 +300,18 @@ def _describe_call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+def join_text(content: str | Sequence[Part], where: str, separator: str = "") -> str:
+    """Return the text of a content, of its parts with the separator between them. Raises ApiError (400)."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise make_field_error(f"{where}[{i}]", f"only parts of type 'text', got {part.type[:40]!r}", "not_supported")
+        texts.append(require(part.text, f"{where}[{i}].text"))
+    return separator.join(texts)
+
+
 def make_turns(messages: Sequence[Message]) -> list[Turn]:
     """Raises ApiError (400)."""
     return read_turns(messages, _turn)
@@ -306,22 +320,21 @@ def make_turns(messages: Sequence[Message]) -> list[Turn]:
 def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
     """`names`: of the calls so far, by their ids. Raises ApiError (400)."""
     if message.function_call or message.role == "function":
-        raise not_supported(where, "tools have taken the place of functions")
+        raise make_field_error(where, "tools have taken the place of functions", "not_supported")
     if not _ROLE.fullmatch(message.role):
         why = f"must be one of {', '.join(ROLES)}, or a word that the model's template knows, got {message.role[:40]!r}"
-        raise ApiError(400, f"{where}.role: {why}", param=f"{where}.role")
+        raise make_field_error(f"{where}.role", why)
     role = ROLES.get(message.role, message.role)
     calls = read_calls(message.tool_calls, where)
     if calls and role != ASSISTANT:
-        raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
+        raise make_field_error(f"{where}.tool_calls", "only the assistant calls tools")
     if message.content is None and not calls:
-        raise ApiError(400, f"{where}.content: is missing", param=f"{where}.content")
+        raise make_field_error(f"{where}.content", "is missing")
     given = message.content or ""
     if role == TOOL and not isinstance(given, str):
         given = [part.name_media() for part in given]
     content = join_text(given, f"{where}.content", PARTS)
     if role != TOOL:
         return Turn(role, content, calls, thoughts=(message.reasoning_content or message.reasoning or "") if role == ASSISTANT else "")
-    if message.tool_call_id is None:
-        raise ApiError(400, f"{where}.tool_call_id: is missing", param=f"{where}.tool_call_id")
-    return Turn(role, content, call_id=message.tool_call_id, name=message.name or names.get(message.tool_call_id))
+    number = require(message.tool_call_id, f"{where}.tool_call_id")
+    return Turn(role, content, call_id=number, name=message.name or names.get(number))

@@ -19,7 +19,7 @@ from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_prediction
-from ngramspec.server.error_responses import ApiError
+from ngramspec.server.error_responses import make_field_error
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.beams import check_beam_params, search_beams
 from ngramspec.server.openai.handler import CompletionHandler, Piece, hold_until_done, make_params
@@ -303,7 +303,7 @@ def _list_prompts(prompt: Any) -> Sequence[str | list[int]]:
 
 def _refuse(wrong: bool, param: str, why: str, code: str | None = None) -> None:
     if wrong:
-        raise ApiError(400, f"{param}: {why}", param=param, code=code)
+        raise make_field_error(param, why, code)
 
 
 def _mean_logprob(choice: Choice) -> float:

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from fastapi.responses import JSONResponse
@@ -27,8 +28,8 @@ from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity
 from ngramspec.server.engine_input import ALL, EngineInput, check_token_ids, cut_prompt, make_hints, read_bias
-from ngramspec.server.error_responses import ApiError, make_bad_request, make_context_error
-from ngramspec.server.openai.schemas import OpenAIRequest, Part, ServerFields
+from ngramspec.server.error_responses import make_bad_request, make_context_error, make_field_error
+from ngramspec.server.openai.schemas import OpenAIRequest, ServerFields
 from ngramspec.server.prompt_progress import PromptProgress, report_progress
 from ngramspec.server.queue import Reservation
 from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields
@@ -50,7 +51,7 @@ class CompletionHandler:
         self.streams = bool(request.stream)
         self.expects = getattr(request, "prediction", None) is not None
         if request.stream_options is not None and not self.streams:
-            raise ApiError(400, "stream_options: only with stream", param="stream_options")
+            raise make_field_error("stream_options", "only with stream")
         options = request.stream_options
         forced = state.settings.force_include_usage
         self.include_usage = forced or bool(options and options.include_usage)
@@ -62,7 +63,7 @@ class CompletionHandler:
         names = ("logprobs", "top_logprobs", "prompt_logprobs")
         whole = next((name for name in names if getattr(request, name, None) == ALL), None)
         if whole and self.streams:
-            raise ApiError(400, f"{whole}: those of the whole vocabulary ({ALL}) are not told in a stream", param=whole)
+            raise make_field_error(whole, f"those of the whole vocabulary ({ALL}) are not told in a stream")
         self._tells_vocabulary = whole is not None
         self.progress, self.per_token_timings = bool(request.return_progress), bool(request.timings_per_token)
         self._started, self._n_told = time.perf_counter(), 0
@@ -185,7 +186,8 @@ class Conversation:
     def __post_init__(self) -> None:
         """Raises ApiError (400)."""
         if not self.prompts.has_chat_template:
-            raise not_supported(self.param, "this model has no chat template; /v1/completions continues texts")
+            why = "this model has no chat template; /v1/completions continues texts"
+            raise make_field_error(self.param, why, "not_supported")
         self.style = self.style._replace(variables={**self.state.settings.chat_template_kwargs, **self.style.variables})
         self.separates_thoughts = self.state.settings.reasoning_format != "none"
         most = self.state.engine.max_model_len
@@ -213,14 +215,14 @@ class Conversation:
         limits = self.state.limits
         if self.toolbox.tools and request.skip_special_tokens is False:  # type: ignore[attr-defined]
             why = "not beside tools, whose calls are told apart from text by special tokens"
-            raise not_supported("skip_special_tokens", why)
-        check = limits.check_text if request.truncate_prompt_tokens is None else None
-        ids = self.prompts.chat(self.turns, self.toolbox.prompt_tools, self.style, check and (lambda text: check(text, self.param)))
+            raise make_field_error("skip_special_tokens", why, "not_supported")
+        check = partial(limits.check_text, param=self.param) if request.truncate_prompt_tokens is None else None
+        ids = self.prompts.chat(self.turns, self.toolbox.prompt_tools, self.style, check)
         room = self.state.engine.max_model_len - (max_tokens or 1)
         ids = cut_prompt(ids, request.truncate_prompt_tokens, room=room, side=request.truncation_side)
         limits.check_prompt(len(ids), self.param)
         if not ids:
-            raise ApiError(400, f"{self.param}: the model's chat template makes nothing of them", param=self.param)
+            raise make_field_error(self.param, "the model's chat template makes nothing of them")
         return ids
 
     def make_input(
@@ -292,18 +294,6 @@ def make_params(
         raise make_bad_request(error) from None
 
 
-def join_text(content: str | Sequence[Part], where: str, separator: str = "") -> str:
-    """Return the text of a content, of its parts with the separator between them. Raises ApiError (400)."""
-    if isinstance(content, str):
-        return content
-    for i, part in enumerate(content):
-        if part.type != "text":
-            raise not_supported(f"{where}[{i}]", f"only parts of type 'text', got {part.type[:40]!r}")
-        if part.text is None:
-            raise ApiError(400, f"{where}[{i}].text: is missing", param=f"{where}[{i}].text")
-    return separator.join(part.text or "" for part in content)
-
-
 def read_arguments(arguments: str) -> dict[str, Any]:
     """Return a call's arguments; of a call that was cut, none."""
     try:
@@ -311,10 +301,6 @@ def read_arguments(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def not_supported(param: str, why: str) -> ApiError:
-    return ApiError(400, f"{param}: {why}", param=param, code="not_supported")
 
 
 async def hold_until_done(pieces: AsyncIterator[PromptProgress | Piece]) -> AsyncIterator[PromptProgress | Piece]:

@@ -17,7 +17,7 @@ from ngramspec.prompts.chat_template import ANSWER, Style
 from ngramspec.prompts.messages import PARTS
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
-from ngramspec.server.error_responses import ApiError, rename_params
+from ngramspec.server.error_responses import make_field_error, rename_params, require
 from ngramspec.server.field_support import RESPONSES
 from ngramspec.server.openai.schemas import OpenAIRequest, Part
 from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
@@ -122,7 +122,7 @@ class ResponsesRequest(OpenAIRequest):
             ("response_format", self.response_format, "here it is text.format"),
         ):
             if asked:
-                raise ApiError(400, f"{name}: {why}", param=name, code="not_supported")
+                raise make_field_error(name, why, "not_supported")
         if self.text is not None and (wanted := self.text.format) is not None:
             named = {"json_schema": {"schema": wanted.json_schema}} if wanted.type == "json_schema" else {}
             self.response_format = ResponseFormat.model_validate({"type": wanted.type} | named)
@@ -134,9 +134,9 @@ class ResponsesRequest(OpenAIRequest):
         names = set[str]()
         for i, item in enumerate(self.input):
             if item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None):
-                name = _there(item.id, where := f"input[{i}].id")
+                name = require(item.id, where := f"input[{i}].id")
                 if name in names:
-                    raise ApiError(400, f"{where}: {name[:100]!r} is referred to twice", param=where, code="duplicate_item")
+                    raise make_field_error(where, f"{name[:100]!r} is referred to twice", "duplicate_item")
                 names.add(name)
                 self.input[i] = InputItem.model_validate(get_item(name, where))
 
@@ -204,7 +204,7 @@ class ResponsesRequest(OpenAIRequest):
             else:
                 turns.append(turn)
         if not turns:
-            raise ApiError(400, "input: has no message", param="input")
+            raise make_field_error("input", "has no message")
         return turns
 
 
@@ -214,21 +214,21 @@ def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
         case "message":
             if item.role not in ROLES:
                 got = "nothing" if item.role is None else repr(item.role[:40])
-                raise ApiError(400, f"{where}.role: must be one of {', '.join(ROLES)}, got {got}", param=f"{where}.role")
-            return Turn(ROLES[item.role], _text(_there(item.content, f"{where}.content"), f"{where}.content"))
+                raise make_field_error(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {got}")
+            return Turn(ROLES[item.role], _text(require(item.content, f"{where}.content"), f"{where}.content"))
         case "function_call":
             call = Call(
-                _there(item.call_id, f"{where}.call_id"),
-                _there(item.name, f"{where}.name"),
-                _there(item.arguments, f"{where}.arguments"),
+                require(item.call_id, f"{where}.call_id"),
+                require(item.name, f"{where}.name"),
+                require(item.arguments, f"{where}.arguments"),
             )
             return Turn(ASSISTANT, "", (call,))
         case "custom_tool_call":
-            text = json.dumps({"input": _there(item.input, f"{where}.input")})
-            return Turn(ASSISTANT, "", (Call(_there(item.call_id, f"{where}.call_id"), _there(item.name, f"{where}.name"), text),))
+            text = json.dumps({"input": require(item.input, f"{where}.input")})
+            return Turn(ASSISTANT, "", (Call(require(item.call_id, f"{where}.call_id"), require(item.name, f"{where}.name"), text),))
         case "function_call_output" | "custom_tool_call_output":
-            number = _there(item.call_id, f"{where}.call_id")
-            given = _there(item.output, f"{where}.output")
+            number = require(item.call_id, f"{where}.call_id")
+            given = require(item.output, f"{where}.output")
             output = _text(given if isinstance(given, str) else [part.name_media() for part in given], f"{where}.output")
             return Turn(TOOL, output, call_id=number, name=names.get(number))
         case other:
@@ -236,14 +236,7 @@ def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
                 "'message', 'function_call', 'function_call_output', 'custom_tool_call', 'custom_tool_call_output', 'reasoning' "
                 "or 'item_reference'"
             )
-            why = f"{where}.type: must be {kinds}, got {other[:40]!r}"
-            raise ApiError(400, why, param=f"{where}.type", code="not_supported")
-
-
-def _there(value: Any, where: str) -> Any:
-    if value is None:
-        raise ApiError(400, f"{where}: is missing", param=where)
-    return value
+            raise make_field_error(f"{where}.type", f"must be {kinds}, got {other[:40]!r}", "not_supported")
 
 
 def _text(content: str | list[Text], where: str) -> str:
@@ -251,8 +244,8 @@ def _text(content: str | list[Text], where: str) -> str:
         return content
     for i, part in enumerate(content):
         if part.type not in _TEXTS:
-            why = f"{where}[{i}]: only parts of type 'input_text' and 'output_text', got {part.type[:40]!r}"
-            raise ApiError(400, why, param=f"{where}[{i}]", code="not_supported")
+            why = f"only parts of type 'input_text' and 'output_text', got {part.type[:40]!r}"
+            raise make_field_error(f"{where}[{i}]", why, "not_supported")
     return PARTS.join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
 
 
