@@ -68,10 +68,10 @@ class InputProcessor:
         prediction = None
         if expected is not None:
             prediction = self._encoding.match_line_ends(ids, self._encoding.encode(expected, "prediction", add_special_tokens=False))
+        bad_words = [ids for word in params.bad_words for ids in self._list_spellings(word)]
         shares = self._prefix_cache and hints.get("prefix_cache", True) and tenant is not None
         block_hashes = BlockHashes(tenant or "", ids) if shares else None
         constraint = None if params.grammar is None else self._grammars.compile(params.grammar, tenant)
-        bad_words = [ids for word in params.bad_words for ids in self._list_spellings(word)]
         special = self._encoding.special_tokens
         stop_tokens = {special[text]: text for text in params.stop if text in special}
         options = SequenceOptions(
@@ -83,6 +83,7 @@ class InputProcessor:
             tenant=tenant,
             datastores=None if chosen is None else frozenset(chosen),
         )
+        special_tokens = SpecialTokens.from_params(params.skip_special_tokens, params.spaces_between_special_tokens)
         seqs = []
         for index in range(params.n):
             sampler = Sampler(
@@ -95,17 +96,15 @@ class InputProcessor:
                 constraint=constraint and constraint.fork(),
                 bad_words=bad_words,
             )
-            text, hashes = self._make_text_stream(completion.prompt_token_ids, params), block_hashes and block_hashes.copy()
+            text: TextStream | NoText = NoText()
+            if self._encoding.tokenizer is not None:
+                stops = params.stop, params.min_tokens, params.include_stop_str_in_output
+                text = TextStream(self._encoding.tokenizer, completion.prompt_token_ids, *stops, special_tokens)
+            hashes = block_hashes and block_hashes.copy()
             seqs.append(Sequence(ids, params, sampler, text, options, index=index, block_hashes=hashes))
+            completion.choices.append(seqs[-1].choice)
         completion.prompt_logprobs = seqs[0].prompt_logprobs
-        completion.choices.extend(seq.choice for seq in seqs)
         return seqs
-
-    def _make_text_stream(self, prompt: list[int], params: SamplingParams) -> TextStream | NoText:
-        if self._encoding.tokenizer is None:
-            return NoText()
-        special = SpecialTokens.from_params(params.skip_special_tokens, params.spaces_between_special_tokens)
-        return TextStream(self._encoding.tokenizer, prompt, params.stop, params.min_tokens, params.include_stop_str_in_output, special)
 
     def _list_spellings(self, word: str) -> list[list[int]]:
         """Return the token ids by which a bad word can be written: as it is, and after a blank if that has as many tokens and another first

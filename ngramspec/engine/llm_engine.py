@@ -278,7 +278,7 @@ class Engine(GenerationMethods):
         params = merge_params(params, sampling)
         if not isinstance(final_only, bool):
             raise InvalidInputError(f"final_only must be True or False, got {final_only!r}")
-        ids = self.encode(prompt)
+        ids = self._inputs.encode(prompt)
         self._inputs.check(params, hints, self._datastores)
         remember = None
         if (cursor := hints.get("cursor")) is not None:

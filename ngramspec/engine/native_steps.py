@@ -47,7 +47,7 @@ from ngramspec.engine.step_functions import (
 )
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
-from ngramspec.sampling.sampler import make_draw_params
+from ngramspec.sampling.verify import make_draw_params
 from ngramspec.sequence_table import MAX_MS, MAX_NEW_TOKENS, MAX_STEPS, RUNNING, SEQUENCE, STEP_RECORD
 from ngramspec.speculative import tree_builder
 from ngramspec.speculative.base import NativeDrafting, Speculator
@@ -90,17 +90,18 @@ class NativeSteps:
 
     def can_run(self, rows: Several[ScheduledRows], rule: Acceptance) -> bool:
         """Whether no sequence of these rows needs Python between their pass and the next one."""
-        return self._fits and rule.matches_by_pass and all(_runs_natively(each) and rule.samples_on_device(each.seq) for each in rows)
+        alone = self._fits and rule.matches_by_pass and all(map(_runs_natively, rows))
+        return alone and all(map(rule.samples_on_device, [each.seq for each in rows]))
 
     def run(self, seqs: list[Sequence], timing: StepTimer, max_rows: int, interrupt: np.ndarray) -> NativeResult | None:
         """Make as many steps as the time and the drafts allow, until interrupt [1] int64 is not 0.
 
         None, with nothing done: a step in Python must be made. Raises MemoryError before the first step.
         """
+        slots, drafting = [seq.slot for seq in seqs if seq.speculation], None
         forward = self._runner.native_forward()
         if forward is None:
             return None
-        slots, drafting = [seq.slot for seq in seqs if seq.speculation], None
         if slots:
             drafting = self._speculator.prepare_native(np.array(slots, np.int32), MAX_NEW_TOKENS)
             if drafting is None:
@@ -108,11 +109,11 @@ class NativeSteps:
         speculates = any(seq.max_depth > 0 for seq in seqs)
         budget = self._plan(seqs, drafting, timing, max_rows, speculates=speculates)
         self._reserve(seqs)
-        stats, stats_rows = self._observers.stats_table(seqs)
-        table, stops = make_table(seqs, stats_rows)
+        stats, stats_rows = self._observers.stats.table(seqs)
+        (table, stops), draws = make_table(seqs, stats_rows), _list_draws(seqs)
         n_rows = len(seqs) + budget.max_nodes
         forward.reserve(n_rows, int(table["n_tokens"].max()) + MAX_NEW_TOKENS + n_rows)
-        tokens, sources, records = self._begin_call(forward, table, stops, _list_draws(seqs), drafting, budget, stats)
+        tokens, sources, records = self._begin_call(forward, table, stops, draws, drafting, budget, stats)
         result = NativeResult(table, tokens, sources, _run_steps(self._state, forward, records, interrupt))
         timing.record_steps(result.records, len(seqs), speculates=speculates)
         for seq, fields in zip(seqs, table[["drafting_paused", "cooldown", "last_cooldown", "n_computed"]].tolist(), strict=True):

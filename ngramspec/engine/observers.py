@@ -5,7 +5,6 @@ Accepted tokens with their keys and values in place go in. What is the same for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Batch, Span
 from ngramspec.sequence_table import NO_SOURCE
 from ngramspec.speculative.base import Speculator
-from ngramspec.speculative.draft_stats import CountedPass, DraftStats, StatsTable
+from ngramspec.speculative.draft_stats import CountedPass, DraftStats
 
 
 @dataclass(slots=True)
@@ -37,12 +36,12 @@ class Observers:
     def __init__(self, speculator: Speculator, pool: BlockTables) -> None:
         self._speculator, self._pool = speculator, pool
         self._names = [*speculator.source_names, forced_tokens.SOURCE]
-        self._stats = DraftStats(self._names, speculator.spec_length)
+        self.stats = DraftStats(self._names, speculator.spec_length)
 
     def record_pass(self, accepted: list[Accepted], batch: Batch) -> None:
         """Count the pass for the sequences that got tokens, before any of them ends."""
         counted = [CountedPass(each.seq, each.index, len(each.tokens), each.path, each.span.tree) for each in accepted if len(each.tokens)]
-        self._stats.add(counted, batch.positions, batch.roots, batch.ends)
+        self.stats.add(counted, batch.positions, batch.roots, batch.ends)
 
     def record_sequence(self, accepted: Accepted, output: Output, *, states: bool) -> None:
         """Record what concerns one sequence. What this raises ends that sequence alone. `states`: the pass left its hidden states."""
@@ -54,13 +53,9 @@ class Observers:
         self.register_full_blocks(seq)
 
     def record_sources(self, seq: Sequence, sources: np.ndarray) -> None:
-        """Record where the tokens of native steps came from, sources [n] uint8; `stats_table` has counted them."""
+        """Record where the tokens of native steps came from, sources [n] uint8; the table of `stats` has them."""
         seq.choice.draft_sources += [self._names[source] if source != NO_SOURCE else None for source in sources.tolist()]
         self.register_full_blocks(seq)
-
-    def stats_table(self, seqs: Iterable[Sequence]) -> tuple[StatsTable, list[int]]:
-        """Return the table in which native steps count, and the sequences' rows in it."""
-        return self._stats.table(seqs)
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Register blocks that are full of committed tokens in the prefix cache."""
@@ -71,7 +66,7 @@ class Observers:
 
     def end(self, seq: Sequence) -> None:
         """Complete the statistics of a sequence that gets no more tokens. A second call changes nothing."""
-        seq.choice.stats.add(self._stats.pop(seq))
+        seq.choice.stats.add(self.stats.pop(seq))
 
     def _send_hidden_states(self, accepted: Accepted, output: Output) -> None:
         """Hand the model's last hidden states of the committed tokens to the drafters."""

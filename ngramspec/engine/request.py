@@ -177,10 +177,10 @@ class Request:
 
     # Only the engine's thread calls the following.
 
-    def emit(self, seq: Sequence) -> None:
-        """Deliver the sequence's new tokens, if anybody waits for them. Raises what its text raises."""
+    def emit(self, seq: Sequence) -> bool:
+        """Deliver the sequence's new tokens, if anybody waits for them -> whether they end the request. Raises what its text raises."""
         if not self._streams and self._begun and not seq.finished and seq.n_unsent < DETOKENIZED_AT_ONCE:
-            return
+            return False
         delta = seq.make_delta()
         completion, now = self.completion, time.perf_counter() - self._started
         if not self._begun:
@@ -196,8 +196,9 @@ class Request:
             if self._remember is not None:
                 self._remember(completion.choices[0].text)
         self._deliver_delta(delta)
-        if self._n_unfinished == 0:
+        if is_over := self._n_unfinished == 0:
             self._done.set()
+        return is_over
 
     def end(self, error: Exception) -> None:
         """End the request with this error."""

@@ -9,7 +9,6 @@ on how a sequence was cut into passes.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +19,11 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.kv_cache.prefix_folder import PrefixStore
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import SCORED_ROWS
+from ngramspec.speculative.budget.cost_model import CostModel
 
+# While sequences decode, a pass with parts of prompts may take this many times as long as one without, so that tokens keep coming.
+PROMPT_STRETCH = 4.0
+LEAST_PROMPT_ROWS = 16  # rows that prompts get in a pass, however long it then takes
 OLDEST_SHARE = 4  # every fourth prompt row is the oldest prompt's: short ones take a third longer beside it, it four times as long at most
 
 
@@ -85,12 +88,12 @@ class Scheduler:
         return self._release(seq)
 
     def schedule(
-        self, prefixes: PrefixStore | None = None, limit_rows: Callable[[int], int] = lambda n_decoding: sys.maxsize
+        self, prefixes: PrefixStore | None = None, cost: CostModel | None = None
     ) -> tuple[list[ScheduledRows], list[Sequence], list[int]]:
         """Return (rows for this step, sequences that were admitted, slots of sequences that were preempted).
 
-        `prefixes`: brings blocks back into the prefix cache that were kept on disk. `limit_rows`: returns the most rows of a pass with
-        parts of prompts, given the number of sequences that decode in it.
+        `prefixes`: brings blocks back into the prefix cache that were kept on disk. `cost`: what passes cost, by which those with parts of
+        prompts are kept short while others decode; None: they have `max_rows`.
         """
         preempted: list[int] = []
         work: list[ScheduledRows] = []
@@ -105,7 +108,7 @@ class Scheduler:
                     break
             if seq.slot >= 0:
                 work.append(ScheduledRows(seq, 1, samples=True))
-        left = (min(self.max_rows, limit_rows(len(work))) if work else self.max_rows) - len(work)
+        left = (self.max_rows if cost is None or not work else min(self.max_rows, _limit_rows(cost, len(work)))) - len(work)
         prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
         admitted = self._admit_waiting(prefixes) if left > 0 and not preempted and (self.admits or not self.running) else []
         return work + _share_rows([*prompts, *admitted], left), admitted, preempted
@@ -143,6 +146,12 @@ class Scheduler:
             seq.admitted_s, seq.n_cached = time.perf_counter(), seq.n_computed
             self.cached_tokens += seq.n_computed
         return True
+
+
+def _limit_rows(cost: CostModel, n_decoding: int) -> int:
+    """Return the most rows of a pass in which prompts are computed beside `n_decoding` sequences that wait for their next token."""
+    most_ms = PROMPT_STRETCH * float(cost.table[min(n_decoding, len(cost.table) - 1)])
+    return max(cost.count_rows(most_ms), n_decoding + LEAST_PROMPT_ROWS)
 
 
 def _share_rows(prompts: list[Sequence], left: int) -> list[ScheduledRows]:

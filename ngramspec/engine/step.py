@@ -34,9 +34,6 @@ log = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
 
-# While sequences decode, a pass with parts of prompts may take this many times as long as one without, so that tokens keep coming.
-PROMPT_STRETCH = 4.0
-LEAST_PROMPT_ROWS = 16  # rows that prompts get in a pass, however long it then takes
 IDLE_S = 0.01  # without a request, until weights are moved into large pages
 
 
@@ -64,7 +61,8 @@ class Core:
         """Whether the functions that draw tokens are still being compiled: sequences that need them are not to be added (`can_run`)."""
         self.prefixes: PrefixStore | None = None
         """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
-        self._has_small_pages = True
+        self.has_small_pages = True
+        """Some weights may still be in small pages of memory: `enlarge_page` has something to do."""
         self._n_drafting = 0  # sequences that a draft was looked for in this step
         self._speculates = False
         self._has_drafts = False  # a sequence of this step may be drafted for
@@ -121,21 +119,20 @@ class Core:
     def idle_after_s(self) -> float | None:
         """Seconds without a request after which `work_idle` has something to do; None if there is nothing."""
         until_saving_s = None if self.prefixes is None else self.prefixes.idle_after_s
-        if not self._has_small_pages:
+        if not self.has_small_pages:
             return until_saving_s
         return IDLE_S if until_saving_s is None else min(IDLE_S, until_saving_s)
 
     def work_idle(self) -> None:
         """Do a few milliseconds of what can wait until there is no request."""
-        if self.prefixes is not None and (self.prefixes.idle_after_s == 0 or not self._has_small_pages):
+        if self.prefixes is not None and (self.prefixes.idle_after_s == 0 or not self.has_small_pages):
             self.prefixes.save_some()
-        else:
+        elif self.has_small_pages:
             self.enlarge_page()
 
     def enlarge_page(self) -> None:
-        """Move some weights into a large page of memory, if they are in small ones."""
-        if self._has_small_pages:
-            self._has_small_pages = self.runner.enlarge_page()
+        """Move some weights into a large page of memory."""
+        self.has_small_pages = self.runner.enlarge_page()
 
     def can_run(self, seq: Sequence) -> bool:
         """Return whether the functions that choose its tokens have been compiled."""
@@ -243,15 +240,9 @@ class Core:
                 self.speculator.end(self.scheduler.preempt(each.seq))
         return True
 
-    def _limit_rows(self, n_decoding: int) -> int:
-        """Return the most rows of a pass in which prompts are computed beside `n_decoding` sequences that wait for their next token."""
-        cost = self.cost
-        most_ms = PROMPT_STRETCH * float(cost.table[min(n_decoding, len(cost.table) - 1)])
-        return max(cost.count_rows(most_ms), n_decoding + LEAST_PROMPT_ROWS)
-
     def _schedule(self) -> list[ScheduledRows]:
         """Schedule the step and notify the speculator of admitted and preempted sequences."""
-        rows, admitted, preempted = self.scheduler.schedule(self.prefixes, self._limit_rows)
+        rows, admitted, preempted = self.scheduler.schedule(self.prefixes, self.cost)
         for slot in preempted:
             self.speculator.end(slot)
         for seq in admitted:
@@ -277,18 +268,19 @@ class Core:
         for each in rows:
             each.seq.tree = None
         sampling = [each.seq for each in rows if each.samples]
-        seqs = [seq for seq in sampling if seq.max_depth > 0]
+        depths = np.array([seq.max_depth for seq in sampling], np.int32)
+        seqs = [seq for seq, depth in zip(sampling, depths.tolist(), strict=True) if depth > 0]
         self._n_drafting, self._speculates = 0, bool(seqs) and not self.lacks_code
         if not self._speculates:
             return
+        slots, depths = np.array([seq.slot for seq in seqs], np.int32), depths[depths > 0]
         plain = self.timing.should_probe()
-        for seq in seqs:
+        for b, seq in enumerate(seqs):
             seq.drafting_paused = plain or (seq.sampler.constraint is None and self._cools_down(seq))
-        depths = np.array([0 if seq.drafting_paused else seq.max_depth for seq in seqs], np.int32)
+            depths[b] *= not seq.drafting_paused
         self._n_drafting = int(np.count_nonzero(depths))
         if not self._n_drafting:
             return
-        slots = np.array([seq.slot for seq in seqs], np.int32)
         base = sum(each.n_rows for each in rows)
         plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_drafting)
         most = max(min(self.timing.cost.max_rows, self._max_rows) - base, 0)

@@ -182,7 +182,8 @@ class StepThread:
             while self._wait():
                 if self.core.scheduler.has_work:
                     self._step()
-                    self.core.enlarge_page()
+                    if self.core.has_small_pages:
+                        self.core.enlarge_page()
                 else:
                     self.core.work_idle()
             if self.core.prefixes is not None:
@@ -270,11 +271,10 @@ class StepThread:
             if request.done:
                 continue
             try:
-                request.emit(seq)
+                if request.emit(seq):
+                    self._unfinished.discard(request)
             except Exception as e:  # its text
                 self._fail(request, e)
-            if request.done:
-                self._unfinished.discard(request)
 
     def _add(self, request: Request) -> None:
         if not all(map(self.core.can_run, request.seqs)):

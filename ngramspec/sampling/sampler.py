@@ -467,15 +467,6 @@ class Sampler:
         return token_logprob(row, token, params.logprobs, params.logprob_token_ids)
 
 
-def make_draw_params(samplers: Sequence[Sampler], positions: Sequence[int]) -> DrawParams:
-    """Return the parameters of samplers that adjust no logits, at positions in their outputs."""
-    floats = np.array([each.params.temperature for each in samplers], np.float32)
-    rows = [(each.params.top_k, each.share, each.least, p) for each, p in zip(samplers, positions, strict=True)]
-    top_k, share, least, position = np.array(rows, np.int64).reshape(-1, 4).T.copy()
-    seed, sample = np.array([(each.seed, each.index) for each in samplers], np.uint64).reshape(-1, 2).T.copy()
-    return DrawParams(floats, top_k, share, least, seed, sample, position)
-
-
 def token_logprob(row: np.ndarray, token: int, n: int, instead: Sequence[int] = ()) -> TokenLogprob:
     """Return the log-probability of a token in logits row [V], with the n most likely tokens (-1: all), or with those given `instead`.
 

@@ -17,7 +17,7 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Batch, Span, pack
-from ngramspec.sampling.sampler import Sampler, draw_token, make_draw_params
+from ngramspec.sampling.sampler import DrawParams, Sampler, draw_token
 from ngramspec.sampling.topk import rank_rows
 from ngramspec.sampling_params import SamplingParams
 
@@ -81,6 +81,15 @@ def match_batch(
         (tokens[root:end], nodes[root : end - 1]) if each else None
         for each, root, end in zip(how, batch.roots.tolist(), ends.tolist(), strict=True)
     ]
+
+
+def make_draw_params(samplers: Sequence[Sampler], positions: Sequence[int]) -> DrawParams:
+    """Return the parameters of samplers that adjust no logits, at positions in their outputs."""
+    floats = np.array([each.params.temperature for each in samplers], np.float32)
+    rows = [(each.params.top_k, each.share, each.least, p) for each, p in zip(samplers, positions, strict=True)]
+    top_k, share, least, position = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    seed, sample = np.array([(each.seed, each.index) for each in samplers], np.uint64).reshape(-1, 2).T.copy()
+    return DrawParams(floats, top_k, share, least, seed, sample, position)
 
 
 _ALONE, FOLLOWED, DRAWN = range(3)

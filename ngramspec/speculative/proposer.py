@@ -156,6 +156,15 @@ class TreeProposer(Speculator):
             if similar is not None and len(similar) and room > 0:
                 n_similar = len(similar[-room:])
                 kept = np.concatenate([similar[-room:], kept])
+        banned = set(params.banned)
+        codes = np.unique([2 * t for t in params.stops if t not in banned] + [2 * t + 1 for t in banned]).astype(np.int64)
+        if len(codes) > self._bans.codes.shape[1]:
+            wider = np.zeros((len(self._buffers), ngram_table.next_power_of_two(len(codes))), np.int64)
+            wider[:, : self._bans.codes.shape[1]] = self._bans.codes
+            self._bans = TokenBans(self._bans.n, wider)
+            self._draft_state_made = None
+        self._bans.n[slot] = len(codes)
+        self._bans.codes[slot, : len(codes)] = codes
         cap = len(kept) + MAX_NEW_TOKENS
         self._own.allocate(slot, cap=cap, entries=cap * (len(self._contexts) + 1))
         state = self._states[slot]
@@ -168,15 +177,6 @@ class TreeProposer(Speculator):
             state[ngram_table.PREDICTION_AT] = 0
             if params.n_output:
                 tree_builder.follow_output(state, tokens[len(tokens) - params.n_output :])
-        banned = set(params.banned)
-        codes = np.unique([2 * t for t in params.stops if t not in banned] + [2 * t + 1 for t in banned]).astype(np.int64)
-        if len(codes) > self._bans.codes.shape[1]:
-            wider = np.zeros((len(self._buffers), ngram_table.next_power_of_two(len(codes))), np.int64)
-            wider[:, : self._bans.codes.shape[1]] = self._bans.codes
-            self._bans = TokenBans(self._bans.n, wider)
-            self._draft_state_made = None
-        self._bans.n[slot] = len(codes)
-        self._bans.codes[slot, : len(codes)] = codes
         for d in range(len(self.drafters)):
             self._call_drafter(d, "begin", slot, tokens)
         for d in self._readers if params.info is not None else ():

@@ -14,6 +14,7 @@ from ngramspec.kv_cache.blocks import BlockHashes, BlockTables
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import SamplingParams
+from ngramspec.speculative.budget.cost_model import CostModel
 
 MAX_LEN = 5 * BLOCK
 
@@ -180,10 +181,11 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 def test_who_decodes_does_not_wait_long_for_a_prompt() -> None:
     tables = BlockTables(64, 4, 40 * BLOCK)
+    cost = CostModel((1, 64), (BLOCK, BLOCK + 63 * 2.99), 64)  # four times the time of one row is that of BLOCK more
     scheduler = Scheduler(tables, 4 * BLOCK)
 
     def schedule() -> list[ScheduledRows]:
-        return scheduler.schedule(limit_rows=lambda n_decoding: n_decoding + BLOCK)[0]
+        return scheduler.schedule(cost=cost)[0]
 
     first, long = sequence(2, 5), sequence(30 * BLOCK, 5, max_len=40 * BLOCK)
     scheduler.add(first)

@@ -60,12 +60,12 @@ class StepTimer:
 
         looked: sequences that a draft is looked for; drafts: False if none may be made.
         """
-        load = Load(rows, n_seqs, keys, looked)
-        threshold = self.threshold.get_threshold(n_seqs, self.cost.predict(Load(n_seqs, n_seqs, keys)))
+        curve, plain_ms = self.cost.get_curve(Load(rows, n_seqs, keys, looked)), self.cost.predict(Load(n_seqs, n_seqs, keys))
+        threshold = self.threshold.get_threshold(n_seqs, plain_ms)
         if drafts and self._since_drafts >= self._trial_after:
             self._trial_after = min(2 * self._trial_after, PROBE_INTERVAL)
             self._since_drafts, threshold = 0, threshold / 2
-        return StepPlan(self.cost.get_curve(load), threshold)
+        return StepPlan(curve, threshold)
 
     @property
     def n_alike_steps(self) -> int:
