@@ -124,6 +124,21 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "attention_multiplier": 0.25,
     },
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.4,
+        "mlp_multipliers": [0.8, 1.2],
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.6,
+        "ssm_in_multiplier": 1.4,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 1.1],
+    },
     "nemotron_h": {
         "layers_block_type": [
             "linear_attention",

@@ -150,6 +150,8 @@ _MAMBA_KEYS = {
     "ssm.group_count": _MAMBA_GROUPS,
 }  # fmt: skip
 _GRANITE4_KEYS = _GRANITE | _MAMBA_KEYS | _EVERY_FOURTH
+# Falcon-H1: every layer has Mamba-2 beside attention.
+_FALCON_H1: Shapes = _norms("attn_norm") | {"ffn_norm": (HIDDEN,)} | _SPLIT | _OUT | _GATED | _MAMBA
 # Nemotron-H: a layer is Mamba-2, attention or an MLP.
 _NEMOTRON_H = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mamba", "mlp"]
 _UNGATED_EXPERTS: Shapes = {name: shape for name, shape in _EXPERTS.items() if "gate_exps" not in name} | {
@@ -485,6 +487,10 @@ CASES: dict[str, tuple[str, Shapes, dict[str, Any], bool]] = {
             "expert_shared_feed_forward_length": INNER, "expert_weights_norm": True, "expert_weights_scale": 2.5,
         }, True,
     ),
+    "falcon-h1": (
+        "falcon-h1", {name: shape for name, shape in _FALCON_H1.items() if name != "ssm_norm.weight"}, _MAMBA_KEYS | _WIDE, True,
+    ),
+    "falcon-h1, norm": ("falcon-h1", _FALCON_H1 | _ONE_GROUP | _QKV_BIAS, _MAMBA_KEYS | {"ssm.group_count": 1}, False),
     "granitehybrid": ("granitehybrid", _LLAMA | _MAMBA, _GRANITE4_KEYS | {"rope.scaling.finetuned": False}, False),
     "granitehybrid, rope": (
         "granitehybrid", _LLAMA | _MAMBA | _ONE_GROUP, _GRANITE4_KEYS | {"ssm.group_count": 1}, True,
@@ -639,7 +645,7 @@ def make_weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return (1 + (20 if "long" in name else 0.5) * np.abs(draw)).astype(np.float32)
     if "scale" in name:
         return (0.2 * draw + 1).astype(np.float32)
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm")):
         return (0.2 * draw + 1).astype(np.float32)
     if "gate_inp_shexp" in name:  # one row of a matrix
         return (1.5 * shape[-1] ** -0.5 * draw).astype(np.float32)

@@ -389,10 +389,10 @@ def _get_layer_types(model: PreTrainedModel) -> list[str]:
     return [str(each) for each in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
 
 
-# What a configuration calls recurrent layers: of several kinds, and short convolutions.
-RECURRENT_LAYERS = ("linear_attention", "conv")
+# What a configuration calls recurrent layers: of several kinds, short convolutions, and Mamba-2 beside attention.
+RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
 # Ends of the names of modules that the CPU computes in place of attention: Gated DeltaNet, short convolutions, Mamba-2.
-CPU_RECURRENT_MODULES = ("GatedDeltaNet", "ShortConv", "MambaLayer", "Mamba2Mixer")
+CPU_RECURRENT_MODULES = ("GatedDeltaNet", "ShortConv", "MambaLayer", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer")
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:

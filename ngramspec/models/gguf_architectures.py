@@ -21,7 +21,7 @@ from ngramspec.models import gguf_window_configs as windows
 from ngramspec.models import qwen3_next, refusals
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_configs import Config
-from ngramspec.models.gguf_metadata import GgufMetadata
+from ngramspec.models.gguf_metadata import GgufMetadata, check_sections
 from ngramspec.models.latent_weights import BOTH, KEYS, VALUES
 
 
@@ -114,7 +114,8 @@ _SHIFTED = dict.fromkeys(
 
 # ------------------------------------------------------------------ configs
 
-_IN_TURNS = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")  # Each section has every third pair.
+
+_IN_TURNS = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")  # Each section for images has every third pair.
 
 
 def read_config(file: Gguf) -> Config:
@@ -164,15 +165,8 @@ def _refuse_other_heads(metadata: GgufMetadata, head_dim: int) -> None:
         if (of_windows := metadata.get_int(f"{key}_swa", of_all)) != of_all:
             raise metadata.make_refusal(f"{key}_swa", of_windows, str(of_all))
     if sections := metadata.get_numbers("rope.dimension_sections"):
-        _check_sections(metadata, sections, metadata.get_int("rope.dimension_count", head_dim) // 2)
-
-
-def _check_sections(metadata: GgufMetadata, sections: list[int], n_pairs: int) -> None:
-    """Refuse a file whose sections of pairs, one for each dimension of an image, leave a pair to a fourth one, which text does not have."""
-    numbers = [i % max(1, sum(sections)) for i in range(n_pairs)]
-    alternate = metadata.file.architecture in _IN_TURNS and any(i >= 3 * sections[i % 3] for i in numbers)
-    if len(sections) < 3 or any(sections[3:]) or alternate:
-        raise metadata.make_refusal("rope.dimension_sections", sections, f"three that have all {n_pairs} pairs, and 0 after them")
+        n_pairs = metadata.get_int("rope.dimension_count", head_dim) // 2
+        check_sections(metadata, sections, n_pairs, in_turns=metadata.file.architecture in _IN_TURNS)
 
 
 def get_architecture(file: Gguf) -> Architecture:
@@ -204,6 +198,12 @@ _NEMOTRON_H = (
     {"attn_norm": "norm"}
     | {stem: path.replace("self_attn", "mixer") for stem, path in _ATTENTION.items()}
     | {stem: f"mixer.{name}" for stem, name in _MAMBA.items()}
+)
+_FALCON_H1 = (
+    {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
+    | _ATTENTION
+    | {stem: f"mamba.{name}" for stem, name in _MAMBA.items()}
+    | {stem: path.replace("mlp", "feed_forward") for stem, path in _MLP.items()}
 )
 _NEMOTRON_H_WHOLE = {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"}
 _GRANITE_EXPERTS = {stem: path.replace("mlp.gate", "mlp.router").replace("mlp.", "block_sparse_moe.") for stem, path in _EXPERTS.items()}
@@ -351,6 +351,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer=_NORMS | _ATTENTION | _GRANITE_EXPERTS | _GRANITE_SHARED,
         rules=_PAIRS | {"ffn_gate_shexp": "joined"},
         configure=configs.read_granitemoe,
+    ),
+    "falcon-h1": Architecture(
+        model_type="falcon_h1",
+        layer=_FALCON_H1,
+        whole={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
+        rules={"ssm_a": "log of negative"},
+        configure=hybrids.read_falcon_h1,
     ),
     "granitehybrid": Architecture(
         model_type="granitemoehybrid",

@@ -5,7 +5,7 @@ See `gguf_configs`, which has those of other models.
 
 from __future__ import annotations
 
-from ngramspec.models.gguf_configs import read_multipliers, read_partial
+from ngramspec.models.gguf_configs import read_llama, read_multipliers, read_partial
 from ngramspec.models.gguf_expert_keys import SIGMOID, Config, read_experts
 from ngramspec.models.gguf_metadata import CONV, FULL, LINEAR, GgufMetadata
 
@@ -61,6 +61,17 @@ def read_granitehybrid(metadata: GgufMetadata, config: Config) -> Config:
         "attention_bias": metadata.has_tensor(f"blk.{i_attention}.attn_q.bias"), "intermediate_size": inner,
         "mamba_conv_bias": metadata.has_tensor(f"blk.{i_mamba}.ssm_conv1d.bias"), "mamba_proj_bias": False,
         "shared_intermediate_size": n_shared, "num_local_experts": experts.pop("num_experts"), **experts,
+    }  # fmt: skip
+
+
+def read_falcon_h1(metadata: GgufMetadata, config: Config) -> Config:
+    """Read the config of Falcon-H1, whose layers have Mamba-2 beside attention. Its many factors are in the weights of a file."""
+    n_heads, head_dim, n_groups, state, taps = _read_mamba(metadata)
+    return read_llama(metadata, config) | {
+        "mamba_n_heads": n_heads, "mamba_d_head": head_dim, "mamba_d_ssm": n_heads * head_dim, "mamba_n_groups": n_groups,
+        "mamba_d_state": state, "mamba_d_conv": taps, "mamba_conv_bias": metadata.has_tensor("blk.0.ssm_conv1d.bias"),
+        "mamba_rms_norm": metadata.has_tensor("blk.0.ssm_norm.weight"), "mamba_norm_before_gate": False, "mamba_proj_bias": False,
+        "projectors_bias": False,
     }  # fmt: skip
 
 

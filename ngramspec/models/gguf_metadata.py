@@ -200,3 +200,14 @@ class GgufMetadata:
         if (length := array_length(self.file.headers[0], name)) > LONGEST:
             raise UnsupportedModelError(f"{self.file.path}: {name} is an array of {length} values; accepted: up to {LONGEST}")
         return read_array(self.file, name)
+
+
+def check_sections(metadata: GgufMetadata, sections: list[int], n_pairs: int, *, in_turns: bool) -> None:
+    """Refuse a file whose sections of pairs, one for each dimension of an image, leave a pair to a fourth one, which text does not have.
+
+    `in_turns`: whether each of them has every third pair.
+    """
+    numbers = [i % max(1, sum(sections)) for i in range(n_pairs)]
+    alternate = in_turns and any(i >= 3 * sections[i % 3] for i in numbers)
+    if len(sections) < 3 or any(sections[3:]) or alternate:
+        raise metadata.make_refusal("rope.dimension_sections", sections, f"three that have all {n_pairs} pairs, and 0 after them")

@@ -94,7 +94,7 @@ def _map_head(file: Gguf, row: Architecture, config: Config, names: set[str]) ->
 
 
 def _map_tensor(row: Architecture, config: Config, tensor: GgufTensor, found: re.Match[str]) -> dict[str, TensorUse]:
-    layer, stem, kind = found["layer"], found["stem"], found["kind"]
+    layer, stem, kind = found["layer"], found["stem"], found["kind"] or "weight"  # Falcon-H1's ffn_norm is named without it
     if layer is not None and (joined := row.divided.get(stem)) is not None:
         return {
             f"{row.prefix}.{layer}.linear_attn.{name}.{kind}": TensorUse(tensor.name, "divided", part.n_groups, parts=part.parts)

@@ -170,20 +170,20 @@ class Trace:
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """[n, V]"""
-    gives_tuple: bool = False
-    """Whether layers return their output as the first of several."""
+    n_outputs: int = 0
+    """Outputs that layers return in a tuple, of which hidden states are the first; 0: they return these alone."""
 
 
 @torch.no_grad()
 def trace(
-    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, layers: Sequence[int], *, gives_tuple: bool = False,
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, layers: Sequence[int], *, n_outputs: int = 0,
     replayed: Trace | None = None, **inputs: object,
 ) -> Trace:  # fmt: skip
-    """Compute these layers between embedding and head; the others pass their input on, as `gives_tuple` says.
+    """Compute these layers between embedding and head; the others pass their input on, as `n_outputs` says.
 
     ids, positions: [n] int64. `replayed`: layers and parts get the inputs recorded there. `inputs`: further arguments of the model.
     """
-    found = Trace(list(layers), gives_tuple=gives_tuple)
+    found = Trace(list(layers), n_outputs=n_outputs)
     handles = []
     for i, layer in enumerate(layers_of(model)):
         if i not in found.layers:
@@ -224,7 +224,7 @@ def _make_hooks(found: Trace, name: str, n: int, replayed: Trace | None) -> tupl
         if is_rows(first) and name not in found.outputs:
             found.outputs[name] = first[0].clone()
         if "." not in name:
-            found.gives_tuple = isinstance(output, tuple)
+            found.n_outputs = len(output) if isinstance(output, tuple) else 0
 
     return before, after
 
@@ -235,9 +235,8 @@ def _passed_on(model: PreTrainedModel, found: Trace) -> Iterator[None]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden,) if gives_tuple else hidden
+        return (hidden, *[None] * (found.n_outputs - 1)) if found.n_outputs else hidden  # layers that were computed before say so
 
-    gives_tuple = found.gives_tuple
     idle = [layer for i, layer in enumerate(layers_of(model)) if i not in found.layers]
     for layer in idle:
         layer.forward = forward
@@ -290,13 +289,13 @@ def _measure_difference(expected: torch.Tensor, got: torch.Tensor, size_of: torc
 def select_rows(trace_: Trace, rows: slice) -> Trace:
     """Select some rows of a trace."""
     inputs, outputs = ({name: x[rows] for name, x in each.items()} for each in (trace_.inputs, trace_.outputs))
-    return Trace(trace_.layers, inputs, outputs, trace_.logits[rows], trace_.gives_tuple)
+    return Trace(trace_.layers, inputs, outputs, trace_.logits[rows], trace_.n_outputs)
 
 
 def prepend_mates(trace_: Trace, n: int) -> Trace:
     """Repeat the first n rows in front, as those of another sequence."""
     inputs = {name: torch.cat([x[:n], x]) for name, x in trace_.inputs.items()}
-    return Trace(trace_.layers, inputs, gives_tuple=trace_.gives_tuple)
+    return Trace(trace_.layers, inputs, n_outputs=trace_.n_outputs)
 
 
 # ------------------------------------------------------------------ transformers' own
@@ -357,7 +356,7 @@ class Reference:
         self._fill([(path, module) for path, module in self.model.named_modules() if id(module) not in inside])
         set_own_attention(self.model, kv_dtype)
 
-    def trace(self, layer: int, texts: Sequence[CheckText], *, gives_tuple: bool) -> list[Trace]:
+    def trace(self, layer: int, texts: Sequence[CheckText], *, n_outputs: int) -> list[Trace]:
         """Trace each text through that layer alone, or after the one whose keys and values it has.
 
         Raises UnsupportedModelError, ModelNotFoundError.
@@ -370,7 +369,7 @@ class Reference:
         empty = [dict(module._parameters) for _, module in modules]
         self._fill(modules)
         try:
-            return [trace(self.model, ids, positions, layers, gives_tuple=gives_tuple) for ids, positions in inputs]
+            return [trace(self.model, ids, positions, layers, n_outputs=n_outputs) for ids, positions in inputs]
         except FAILURES as error:
             name = type(self.model).__name__
             raise UnsupportedModelError(f"{name}: its layer {layer} cannot be computed and checked by itself: {error}") from error

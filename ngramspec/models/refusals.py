@@ -24,14 +24,13 @@ class Reason(NamedTuple):
 
 
 OTHER_RECURRENCE = Reason(
-    "its recurrence is neither Gated DeltaNet nor Mamba-2 as in Granite 4 and Nemotron-H",
+    "its recurrence is neither Gated DeltaNet nor Mamba-2 as in Granite 4, Nemotron-H and Falcon-H1",
     ("kimi-linear", "jamba", "mamba", "mamba2", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
     "linear_attention",
 )
 NO_REPLACEABLE_ATTENTION = Reason("transformers does not let its attention function be replaced", ("falcon", "mpt", "bloom"))
 ENCODER_DECODER = Reason("it is an encoder-decoder", ("t5", "t5encoder"))
 REASONS = (
-    Reason("attention and Mamba-2 beside each other in one layer, as in Falcon-H1, are not computed", ("falcon-h1",), "hybrid"),
     Reason("attention within chunks of a text, as in Llama 4, is not computed", ("llama4",), "chunked_attention"),
     OTHER_RECURRENCE,
     NO_REPLACEABLE_ATTENTION,

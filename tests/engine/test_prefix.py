@@ -20,7 +20,7 @@ WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
 # How tokens are picked and how a family keeps its states do not interact: Llama in every way, the others in turns.
 CASES = [pytest.param("llama", WAYS[way], id=f"llama-{way}") for way in WAYS] + [
     pytest.param(arch, WAYS[way], id=f"{arch}-{way}")
-    for arch, way in zip(["mistral", "qwen3_5_text", "lfm2", "granitemoehybrid", "nemotron_h"], [*WAYS] * 2, strict=False)
+    for arch, way in zip(["mistral", "qwen3_5_text", "lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1"], [*WAYS] * 2, strict=False)
 ]
 rng = np.random.default_rng(7)
 

@@ -34,7 +34,7 @@ GELU, QUANTISED = ("gemma", "starcoder", "codeshell", "phi2", "gptneox"), "mxfp4
 # embedding of their own, keys and values in one matrix with queries by heads, norms without weights.
 BY_MODULES = ("apertus", "gemma3n", "gptneox", "gptneox, in turns", "laguna", "laguna, full", "mimo2", "olmo", "starcoder")
 LATENT = ("deepseek2, older", "deepseek2, groups", "mistral4", "minicpm3", "minicpm3, long")
-MAMBA = ("granitehybrid", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe")
+MAMBA = ("granitehybrid", "granitehybrid, experts", "falcon-h1", "falcon-h1, norm", "nemotron_h", "nemotron_h_moe")
 
 
 def find_tolerance(case: str) -> float:
@@ -211,6 +211,13 @@ def write_changed(path: Path, case: str, **changed: object) -> Path:
         ("granitehybrid", {"ssm__state_size": 1 << 30}, r"granitehybrid.ssm.state_size is 1073741824"),
         ("granitehybrid", {"ssm__conv_kernel": 1 << 30}, r"granitehybrid.ssm.conv_kernel is 1073741824.*2 to 16"),
         ("granitehybrid, experts", {"expert_shared_feed_forward_length": 0}, r"expert_shared_feed_forward_length is 0"),
+        ("falcon-h1", {"ssm__group_count": 3}, r"falcon-h1.ssm.group_count is 3"),
+        ("falcon-h1", {"rope__dimension_count": 8}, r"falcon-h1.rope.dimension_count is 8"),
+        (
+            "falcon-h1",
+            {"attention__head_count_kv": [2, 0, 2, 2, 2, 2, 2, 2]},
+            r"falcon-h1.attention.head_count_kv is \[2, 0, .*the same for",
+        ),
         ("nemotron_h", {"feed_forward_length": [0, 96, 0, 0, 64, 0, 0, 96]}, r"nemotron_h.feed_forward_length is \[0, 96.*one size"),
         ("nemotron_h", {"feed_forward_length": 96}, r"nemotron_h.feed_forward_length is \[96, .*one size"),
         ("nemotron_h_moe", {"moe_latent_size": 16}, r"nemotron_h_moe.moe_latent_size is 16"),

@@ -176,7 +176,7 @@ def test_what_transformers_leaves_out_of_configs(opened: Callable[..., OpenModel
             {"metadata": {"general.architecture": "rwkv6"}},
             "architecture 'rwkv6' is not read from GGUF, nor as a folder: its recurrence is neither Gated",
         ),
-        ({"metadata": {"general.architecture": "falcon-h1"}}, "Mamba-2 beside each other in one layer, as in Falcon-H1, are not computed"),
+        ({"metadata": {"general.architecture": "llama4"}}, "nor as a folder: attention within chunks of a text, as in Llama 4, is not"),
         ({"metadata": {"general.architecture": "orion"}}, "architecture 'orion' is not read from GGUF; its safetensors folder may load"),
     ],
 )

@@ -42,13 +42,19 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """An MLP that computes down(activation(gate(x)) · up(x)) with gate and up as one matrix product; `activation` is SILU or GELU."""
+    """An MLP that computes down(b · activation(a · gate(x)) · up(x)) with gate and up as one matrix product.
 
-    def __init__(self, product: CpuProduct, down: CpuPackedLinear, activation: str, names: tuple[str, ...]) -> None:
+    `activation` is SILU or GELU; `factors` are a and b.
+    """
+
+    def __init__(
+        self, product: CpuProduct, down: CpuPackedLinear, activation: str, names: tuple[str, ...], factors: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
         """`product`: of gate and up, or of one matrix with gate's rows before up's; `names`: of these and down in the module that this one
         replaces.
         """
         super().__init__()
+        self.factors = factors
         self.product, self.down, self.activation, self.names = product, down, activation, names
 
     def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
@@ -56,7 +62,11 @@ class GatedMLP(nn.Module):
         both, n = self.product.multiply(x, threads), self.down.in_features
         at = int(self.product.columns[1]) if len(self.product.sizes) > 1 else n
         mid = np.empty((len(both), n), np.float32)
+        if self.factors != (1, 1):
+            both[:, :n] *= np.float32(self.factors[0])
         activate_rows(both, at, self.activation == GELU, mid)
+        if self.factors != (1, 1):
+            mid *= np.float32(self.factors[1])
         return self.down.product.multiply(mid, threads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +80,7 @@ class PlainMLP(nn.Module):
     def __init__(self, up: CpuPackedLinear, down: CpuPackedLinear, activation: str, names: tuple[str, ...]) -> None:
         """`names`: of up and down in the module that this one replaces."""
         super().__init__()
-        self.up, self.down, self.activation, self.names = up, down, activation, names
+        self.up, self.down, self.activation, self.names, self.factors = up, down, activation, names, (1.0, 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.up(x)
@@ -137,7 +147,8 @@ def _fused_mlp(module: nn.Module, known: dict[type, str | None]) -> nn.Module | 
     if not isinstance(down, CpuPackedLinear):
         return None
     if product is not None:
-        return _choose_activation(module, product.n_in, lambda name: GatedMLP(product, down, name, names), (SILU, GELU), known)
+        factors = float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))  # Falcon-H1's
+        return _choose_activation(module, product.n_in, lambda name: GatedMLP(product, down, name, names, factors), (SILU, GELU), known)
     if isinstance(up, CpuPackedLinear):
         return _choose_activation(module, up.in_features, lambda name: PlainMLP(up, down, name, names), (PLAIN_GELU, SQUARED_RELU), known)
     return None

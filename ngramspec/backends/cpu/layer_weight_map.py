@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ngramspec.backends.cpu.experts import NO_SHARED, ONE_GROUP, ExpertGroups
+from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.llama_layers import GATE, SILU, LayerHeads
 from ngramspec.models.expert_weights import ExpertWeights
 
@@ -59,7 +63,7 @@ class MambaNames(NamedTuple):
     """Logarithm of the negative of `MambaWeights.decay`."""
     step_bias: str
     skip: str
-    norm: str
+    norm: str | None
 
 
 class LatentNames(NamedTuple):
@@ -108,6 +112,8 @@ class LayerWeightMap:
     short_conv: str | None = None
     """Name of the weight [H, 1, taps] of the short convolution in place of attention."""
     mamba: MambaNames | None = None
+    beside: list[MatrixName] | None = None
+    """They stand in the order of `LayerWeights.beside`."""
     heads: LayerHeads | None = None
     end: EndNames | None = None
     latent: LatentNames | None = None
@@ -118,8 +124,8 @@ class LayerWeightMap:
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has keys and values: it keeps no state, and is no MLP alone."""
-        return not self.keeps_state and len(self.matrices) >= GATE
+        """Whether the layer has keys and values: it keeps no state but beside attention, and is no MLP alone."""
+        return (not self.keeps_state or self.beside is not None) and len(self.matrices) >= GATE
 
     @property
     def mixer(self) -> list[MatrixName]:
@@ -144,11 +150,28 @@ def layer_from_json(found: dict[str, Any]) -> LayerWeightMap:
     latent = LatentNames(*found["latent"]) if found["latent"] else None
     if latent and latent.queries:
         latent = latent._replace(queries=MatrixName(*latent.queries))
-    matrices = [MatrixName(*name) for name in found["matrices"]]
-    parts = {"matrices": matrices, "experts": experts, "recurrent": recurrent, "mamba": mamba, "heads": heads, "end": end, "latent": latent}
+    matrices, beside = ([MatrixName(*name) for name in found[key] or ()] for key in ("matrices", "beside"))
+    parts = {
+        "matrices": matrices,
+        "beside": beside or None,
+        "experts": experts,
+        "recurrent": recurrent,
+        "mamba": mamba,
+        "heads": heads,
+        "end": end,
+        "latent": latent,
+    }
     return LayerWeightMap(**{**found, **parts})
 
 
 def name_bias(norm: str) -> str:
     """Return the name of the bias of a LayerNorm."""
     return f"{norm.removesuffix('.weight')}.bias"
+
+
+def divide_rows(name: MatrixName, sizes: Sequence[int]) -> list[MatrixName] | None:
+    """Divide a matrix into some of these numbers of rows; None if one of them does not begin with a panel."""
+    ends = np.cumsum(sizes).tolist()
+    if any(end % WIDTH for end in ends[:-1]):
+        return None
+    return [name._replace(first=end - n, end=end) for n, end in zip(sizes, ends, strict=True)]

@@ -54,7 +54,7 @@ from ngramspec.backends.cpu.llama_pass import (
     run_thread,
 )
 from ngramspec.backends.cpu.llama_variants import gate_row, layer_norm_row, turn_heads
-from ngramspec.backends.cpu.mamba2 import gather_channels, norm_gated_row, run_mamba2
+from ngramspec.backends.cpu.mamba2 import gather_channels, norm_gated_row, run_mamba2, run_mamba2_beside, scale_attention_row
 from ngramspec.backends.cpu.matmul import MATRIX, MatmulContext, Matrix, make_code_buffers
 from ngramspec.backends.cpu.pass_structs import (
     CompiledModel,
@@ -158,7 +158,10 @@ class LlamaDecoder:
         unpack = kernels.get_unpack(embedding.weight.format)
         self._functions = np.zeros(FUNCTIONS, np.int64)
         self._functions[QUANTISE] = kernels.get_quantise(m.weight.format for m in self.matrices) if context.int8 else 0
-        self._functions[ACTIVATE], self._functions[UNPACK] = kernels.get_activation(options.activation), unpack
+        self._functions[ACTIVATE], self._functions[UNPACK] = (
+            kernels.get_activation(options.activation, options.gate_factor, options.mlp_factor),
+            unpack,
+        )
         self._functions[ACTIVATE_EXPERTS] = kernels.get_gated_activation(mixed[0].activation) if mixed else 0
         self._functions[UNPACK_INPUTS] = kernels.get_unpack(inputs.table.weight.format) if inputs else 0
         self.begin_at(0)
@@ -241,7 +244,8 @@ class LlamaDecoder:
         self._run_thread = find_address(run_thread, 0, self._shared)
         if len(self._experts[1]):
             self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
-        run = run_recurrent if self.options.recurrent else run_short_conv if self.options.short_conv else run_mamba2
+        of_mamba = run_mamba2_beside if self.options.beside else run_mamba2
+        run = run_recurrent if self.options.recurrent else run_short_conv if self.options.short_conv else of_mamba
         if any(layer.keeps_state for layer in self.layers):
             self._functions[MIXER] = find_address(run, 0, 0, self._shared)
         if self.options.latent:
@@ -252,7 +256,8 @@ class LlamaDecoder:
         if any(layer.end for layer in self.layers):
             self._functions[LAYER_END] = find_address(run_layer_end, 0, 0, self._shared)
         if self.options.gated or self.options.mamba:
-            self._functions[GATE_ROW] = find_address(gate_row if self.options.gated else norm_gated_row, 0, 0, self._shared)
+            after = scale_attention_row if self.options.beside else norm_gated_row
+            self._functions[GATE_ROW] = find_address(gate_row if self.options.gated else after, 0, 0, self._shared)
         if not (self.options.turns_halves or self.options.latent):
             self._functions[HEADS] = find_address(turn_heads, 0, 0, self._shared)
         if self.options.layer_norm:
@@ -293,7 +298,7 @@ class LlamaDecoder:
             n = max(16, 1 << (n_rows - 1).bit_length())
             n_heads, head_dim = self.options.n_heads, self.options.head_dim
             latent = self.options.latent
-            inputs = max(sum(m.weight.n_panels for m in each.inputs) for each in self.layers)
+            inputs = max(sum(m.weight.n_panels for m in some) for each in self.layers for some in (each.inputs, each.beside[:-1]))
             if any(each.end and each.end.experts for each in self.layers):  # their sum lies there, too
                 inputs = max(inputs, -(-self.hidden // WIDTH))
             dense = [each.mlp[0].weight.n_panels for each in self.layers if each.mlp]
@@ -311,11 +316,12 @@ class LlamaDecoder:
                 heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
             layers_of_experts = [each.experts for each in self.layers if each.experts]
             gates = zeros(n_heads * head_dim) if self.options.gated else _NOTHING
+            beside = zeros(-(-self.hidden // WIDTH) * WIDTH) if self.options.beside else _NOTHING
             layer_inputs = zeros(self._n_inputs * len(self.layers) + DEPTH) if self._n_inputs else _NOTHING
             work = PassBuffers(
-                zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), *make_code_buffers(n, codes), gates, layer_inputs,
-                zeros(inputs * WIDTH), zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)), zeros(_round_up(inner)),
-                *make_code_buffers(n, inner), moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)),
+                zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), *make_code_buffers(n, codes), gates,
+                layer_inputs, beside, zeros(inputs * WIDTH), zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)),
+                zeros(_round_up(inner)), *make_code_buffers(n, inner), moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)),
             )  # fmt: skip
             self._buffers = _Buffers(n, work, make_head_buffers(latent, n_heads, n))
 
@@ -370,7 +376,7 @@ def count_parts(n_layers: int) -> int:
 
 def _number_layers(layers: Sequence[LayerWeights], of_model: ModelOptions) -> LayerKinds:
     """Number the layers whose mixer is not Llama's attention, and those with keys and values."""
-    attends = [bool(layer.mixer) and not layer.keeps_state for layer in layers]
+    attends = [layer.attends for layer in layers]
     mixed_apart = [layer.keeps_state for layer in layers]
     if any(layer.heads or layer.end for layer in layers):
         attends = mixed_apart = [True] * len(layers)
@@ -383,7 +389,7 @@ def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) 
     """Return what the mixers of layers with a state read, and matrices that are not among a layer's seven."""
     found, options = [layer.recurrent for layer in layers if layer.recurrent], of_model.recurrent
     numbers = of_model.mamba.numbers if of_model.mamba else np.array(options or (0,) * len(RecurrentOptions._fields), np.int64)
-    more = [each.decay_gate for each in found]
+    more = [each.decay_gate for each in found] or [m for layer in layers for m in layer.beside]
 
     def stack_arrays(arrays: list[np.ndarray], *empty: int) -> np.ndarray:
         return np.stack(arrays).astype(np.float32) if arrays else np.zeros((0, *empty), np.float32)
@@ -398,7 +404,7 @@ def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) 
     if (mamba := of_model.mamba) is not None:
         mixers = [layer.mamba for layer in layers if layer.mamba]
         conv, norms = [_gather_channel_taps(each.conv, mamba) for each in mixers], [each.norm for each in mixers]
-        rates = stack_arrays([_list_rates(each, mamba) for each in mixers], 5, 0)
+        rates = stack_arrays([_list_rates(each, mamba) for each in mixers], 7, 0)
     return RecurrentArrays(numbers, fields, stack_arrays(conv, 0, 4, 0), rates, stack_arrays(norms, 0), ()), more
 
 
@@ -451,9 +457,9 @@ def _gather_channel_taps(conv: np.ndarray, options: MambaOptions) -> np.ndarray:
 
 
 def _list_rates(mixer: MambaWeights, options: MambaOptions) -> np.ndarray:
-    """Return [5, heads], from `mamba2.DECAY` to MOST_STEP."""
-    limits = (np.full(options.n_heads, limit, np.float32) for limit in (options.least_step, options.most_step))
-    return np.stack([mixer.decay, mixer.step_bias, mixer.skip, *limits])
+    """Return [7, heads], from `mamba2.DECAY` to GATE_FACTOR."""
+    numbers = options.least_step, options.most_step, options.step_factor, options.gate_factor
+    return np.stack([mixer.decay, mixer.step_bias, mixer.skip, *(np.full(options.n_heads, number, np.float32) for number in numbers)])
 
 
 def _round_up(n: int) -> int:

@@ -24,10 +24,10 @@ NO_ROTARY = -1  # in place of the number of a rotary embedding
 # Activations of a gated MLP; GELU by its approximation with tanh. The MLPs of the last two are not gated.
 SILU, GELU, PLAIN_GELU, SQUARED_RELU = "silu", "gelu", "plain gelu", "squared relu"
 # Indices of `ModelOptions.numbers`
-EPS, SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, SOFTCAP, LOGIT_SCALE, LOGIT_SOFTCAP = range(7)
+EPS, SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, SOFTCAP, LOGIT_SCALE, LOGIT_SOFTCAP, ATTENTION_SCALE, BESIDE_SCALE = range(9)
 
 
-N_ROTATED, INTERLEAVED, LATE_NORMS, PARALLEL, CENTRED_HEADS, GATED = range(6)  # indices of `ModelOptions.form`
+N_ROTATED, INTERLEAVED, LATE_NORMS, PARALLEL, CENTRED_HEADS, GATED, BESIDE = range(7)  # indices of `ModelOptions.form`
 
 
 class RecurrentWeights(NamedTuple):
@@ -102,6 +102,14 @@ class MambaOptions(NamedTuple):
     least_step: float = 0.0
     """Bounds of dt."""
     most_step: float = math.inf
+    normed: bool = True
+    """Whether the gated outputs are normed."""
+    gate_factor: float = 1.0
+    """Factors of the inputs: of z, x, B, C and dt."""
+    x_factor: float = 1.0
+    b_factor: float = 1.0
+    c_factor: float = 1.0
+    step_factor: float = 1.0
 
     @property
     def n_inner(self) -> int:
@@ -124,8 +132,14 @@ class MambaOptions(NamedTuple):
 
     @property
     def numbers(self) -> np.ndarray:
-        """[5] int64, from `mamba2.N_HEADS` to PIECE_HEADS."""
-        return np.array([self.n_heads, self.head_dim, self.n_groups, self.state_size, self.n_piece_heads], np.int64)
+        """[6] int64, from `mamba2.N_HEADS` to NORMED."""
+        return np.array([self.n_heads, self.head_dim, self.n_groups, self.state_size, self.n_piece_heads, self.normed], np.int64)
+
+    @property
+    def conv_factors(self) -> np.ndarray:
+        """[channels] float32: factors of the convolution's inputs."""
+        n = self.n_groups * self.state_size
+        return np.repeat(np.array([self.x_factor, self.b_factor, self.c_factor], np.float32), [self.n_inner, n, n])
 
 
 class LayerHeads(NamedTuple):
@@ -242,6 +256,8 @@ class LayerWeights(NamedTuple):
     short_conv: np.ndarray | None = None
     """[taps, H] float32, in place of attention: factors of the earliest token's input to the token's own."""
     mamba: MambaWeights | None = None
+    beside: tuple[Matrix, ...] = ()
+    """Matrices of Mamba-2 beside attention, which has those from Q to OUT: of z, of the convolution's input, of dt, and the last one."""
     heads: LayerHeads | None = None
     end: LayerEnd | None = None
     latent: LatentWeights | None = None
@@ -264,8 +280,13 @@ class LayerWeights(NamedTuple):
         return (*self.mixer[: -1 - (self.latent is not None)], *more)
 
     @property
+    def attends(self) -> bool:
+        """Whether the layer has keys and values."""
+        return bool(self.mixer) and (not self.keeps_state or bool(self.beside))
+
+    @property
     def keeps_state(self) -> bool:
-        """Whether the layer has a state in place of keys and values."""
+        """Whether the layer has a state, in place of keys and values or beside them."""
         return self.recurrent is not None or self.short_conv is not None or self.mamba is not None
 
 
@@ -315,23 +336,32 @@ class ModelOptions(NamedTuple):
     """What the layers with a short convolution have in common, if there are any."""
     mamba: MambaOptions | None = None
     """What the layers with Mamba-2 have in common, if there are any."""
+    beside: bool = False
+    """Whether every layer has Mamba-2 beside attention, which see the same; the sum of both is added to the hidden states."""
+    attention_scale: float = 1.0
+    """Factors of what attention and Mamba-2 beside it add."""
+    beside_scale: float = 1.0
+    gate_factor: float = 1.0
+    """Factors of what an MLP's activation is applied to, and of what is multiplied by its last matrix."""
+    mlp_factor: float = 1.0
     latent: LatentOptions | None = None
     """What all layers have in common if their attention is latent: `head_dim` is `rank + turned`, and there is one head of keys."""
 
     @property
     def numbers(self) -> np.ndarray:
-        """[7] float32, from EPS to LOGIT_SOFTCAP."""
+        """[9] float32, from EPS to BESIDE_SCALE."""
         return np.array(
             [
                 self.eps, self.scale, self.embedding_scale, self.residual_scale, self.softcap, self.logit_scale, self.logit_softcap,
+                self.attention_scale, self.beside_scale,
             ],
             np.float32,
         )  # fmt: skip
 
     @property
     def form(self) -> np.ndarray:
-        """[6] int64, from N_ROTATED to GATED."""
-        flags = self.interleaved, self.late_norms, self.parallel, self.centred_heads, self.gated
+        """[7] int64, from N_ROTATED to BESIDE."""
+        flags = self.interleaved, self.late_norms, self.parallel, self.centred_heads, self.gated, self.beside
         return np.array([self.n_rotated or self.head_dim, *flags], np.int64)
 
     @property

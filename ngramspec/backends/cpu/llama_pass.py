@@ -14,6 +14,7 @@ from ngramspec.backends.cpu.attention import rope_kv_row, run_attention_part
 from ngramspec.backends.cpu.codegen.intrinsics import call_kernel
 from ngramspec.backends.cpu.formats import DEPTH, SUPER, WIDTH
 from ngramspec.backends.cpu.llama_layers import (
+    BESIDE,
     DOWN,
     EMBEDDING_SCALE,
     EPS,
@@ -58,7 +59,7 @@ from ngramspec.sampling.topk import EMPTY, finish_row, insert, scan_logits
 
 _F = np.float32
 # Indices of a model's functions, which are addresses; 0 for one that it does not need, or HEADS and NORM that the pass computes itself.
-# MIXER computes layers without keys and values of one size for every head: recurrent ones, and latent attention.
+# MIXER computes layers without keys and values of one size for every head (recurrent ones, latent attention), and Mamba-2 beside attention.
 QUANTISE, ACTIVATE, UNPACK, ACTIVATE_EXPERTS, EXPERTS, HEADS, NORM, MIXER, GATE_ROW, ATTEND, LAYER_END, UNPACK_INPUTS = range(12)
 FUNCTIONS = 12
 PARTS = 22  # Most parts of one layer's pass.
@@ -341,7 +342,7 @@ def run_thread(thread, shared):
     ) = model.weights  # fmt: skip
     all_keys, all_values = model.pool
     mixers, attending = model.kinds
-    x, delta, normed, codes, act_scales, _, _, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
+    x, delta, normed, codes, act_scales, _, _, _, qkv, q, mixed, heads, both, middle, middle_codes, middle_act_scales, _ = model.work
     n_rows, n_kv, n_heads, head_dim = p.input_ids.shape[0], all_keys.shape[2], q.shape[1], q.shape[2]
     eps, quantise, activate = numbers[EPS], functions[QUANTISE], functions[ACTIVATE]
     pieces = min(n_rows, PIECES)
@@ -366,9 +367,9 @@ def run_thread(thread, shared):
         i_post = 2 * layer - 1 if layer > first else np.int64(-1)
         _run_norm_part(state, part, n_rows, i_post, 2 * layer, norm_weights, residual, numbers, functions)
         mixes = m[OUT, PANELS] > 0
-        if mixers[layer] >= 0:
-            call_compiled(functions[MIXER], (part + 1, layer, shared))
-        elif mixes:
+        if mixers[layer] >= 0:  # beside attention in the parts of experts, which such a model does not have
+            call_compiled(functions[MIXER], (part + 14 if form[BESIDE] else part + 1, layer, shared))
+        if mixes and (mixers[layer] < 0 or form[BESIDE]):
             keys, values = all_keys[attending[layer]], all_values[attending[layer]]
             run_product_part(state, part + 1, threads, m[:3], three, tables, n_rows, wide_rows, qkv)
             i = take_piece(state, part + 2)

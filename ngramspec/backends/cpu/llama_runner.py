@@ -262,7 +262,7 @@ class LlamaRunner(Runner):
         assert self.decoder is not None
         kinds: dict[object, int] = {}
         for i, layer in enumerate(self.decoder.layers):
-            matrices = (*layer.matrices, *(layer.experts.matrices if layer.experts else ()))
+            matrices = (*layer.matrices, *layer.beside, *(layer.experts.matrices if layer.experts else ()))
             parts = tuple((m.weight.format, m.weight.n_out, m.weight.n_in) for m in matrices)
             heads = layer.heads and (layer.heads[:3], layer.heads.owner < 0)
             kinds.setdefault((parts, layer.window, layer.rotary, layer.keeps_state, heads), i)

@@ -1,4 +1,4 @@
-"""Compute layers with Mamba-2 in place of attention (Granite 4, Nemotron-H) over trees of rows.
+"""Compute layers with Mamba-2 in place of attention (Granite 4, Nemotron-H, Bamba) or beside it (Falcon-H1) over trees of rows.
 
 A head's state S [N, P] after a token is decay · S + B ⊗ dt · x, and its output is Cᵀ S + D · x, where x, B and C come from a convolution
 over the token and the few before it, and dt and decay from the token alone. `recurrent_rows` says in which order rows are computed. The
@@ -14,8 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.cpu.codegen.simd import COLUMNS, add_to_state
-from ngramspec.backends.cpu.llama_layers import EPS
-from ngramspec.backends.cpu.llama_pass import run_input_products
+from ngramspec.backends.cpu.formats import DEPTH
+from ngramspec.backends.cpu.llama_layers import ATTENTION_SCALE, BESIDE_SCALE, EPS
+from ngramspec.backends.cpu.llama_pass import PIECES, QUANTISE, run_input_products, run_product_part
+from ngramspec.backends.cpu.matmul import locate_rows, quantise_row
 from ngramspec.backends.cpu.norms import compute_norm_scale
 from ngramspec.backends.cpu.recurrent_rows import convolve_rows, copy_numbers, find_slots, note_positions, plan_rows
 from ngramspec.backends.cpu.threads import take_next_piece, take_piece, wait_for_pieces
@@ -23,8 +25,8 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.sampling.numeric import compute_silu, compute_softplus, exp, fma
 
 _F = np.float32
-N_HEADS, HEAD_DIM, N_GROUPS, STATE_SIZE, PIECE_HEADS = range(5)  # indices of the layers' options
-DECAY, STEP_BIAS, SKIP, LEAST_STEP, MOST_STEP = range(5)  # indices of a layer's rates [5, heads]
+N_HEADS, HEAD_DIM, N_GROUPS, STATE_SIZE, PIECE_HEADS, NORMED = range(6)  # indices of the layers' options
+DECAY, STEP_BIAS, SKIP, LEAST_STEP, MOST_STEP, STEP_FACTOR, GATE_FACTOR = range(7)  # indices of a layer's rates [7, heads]
 
 
 @njit(cache=True, nogil=True)
@@ -71,7 +73,8 @@ def _mix_rows(piece, i_layer, rows, weights, states, slot, options, out):
             if row < 0:
                 decays[s], step = log_rates[slot, i_layer, s, head, 0], log_rates[slot, i_layer, s, head, 1]
             else:
-                step = compute_softplus(inputs[row, step_at + head] + rates[i_layer, STEP_BIAS, head])
+                step = inputs[row, step_at + head] * rates[i_layer, STEP_FACTOR, head] + rates[i_layer, STEP_BIAS, head]
+                step = compute_softplus(step)
                 step = min(max(step, rates[i_layer, LEAST_STEP, head]), rates[i_layer, MOST_STEP, head])
                 decays[s] = exp(step * rates[i_layer, DECAY, head])
             for j in range(n_dim):
@@ -101,11 +104,52 @@ def _mix_rows(piece, i_layer, rows, weights, states, slot, options, out):
 
 @njit(cache=True, nogil=True)
 def run_mamba2(part, layer, shared):
-    """Run the parts of a layer's recurrence, from `part` on: from the normed rows to the heads' outputs."""
+    """Run the parts of a layer's recurrence in place of attention, from `part` on: from the normed rows to the heads' outputs."""
+    _run_heads(part, layer, shared.model.weights.matrices[7 * layer : 7 * layer + 3], shared)
+
+
+@njit(cache=True, nogil=True)
+def run_mamba2_beside(part, layer, shared):
+    """Run the parts of a recurrence beside attention, from `part` on: what it makes is added to the hidden states.
+
+    Attention comes afterwards. It gets the normed rows' codes, which lay where those of the heads' outputs lie meanwhile.
+    """
+    model, p = shared.model, shared.current
+    weights, work, state, n_rows, i_layer = model.weights, model.work, p.state, p.input_ids.shape[0], model.kinds.mixers[layer]
+    matrices, quantise, pieces = model.recurrent.matrices[4 * i_layer : 4 * i_layer + 4], weights.functions[QUANTISE], min(n_rows, PIECES)
+    x, normed, mixed, beside, scale = work.x, work.normed, work.mixed, work.beside, weights.numbers[BESIDE_SCALE]
+    codes, act_scales = work.codes[:, :, : mixed.shape[1]], work.act_scales[:, :, : mixed.shape[1] // DEPTH]
+    codes_wide, act_scales_wide = work.codes[:, :, : normed.shape[1]], work.act_scales[:, :, : normed.shape[1] // DEPTH]
+    _run_heads(part, layer, matrices[:3], shared)
+    i = take_piece(state, part + 2)
+    while i < pieces:
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            norm_gated_row(r, layer, shared)
+            quantise_row(quantise, mixed[r], codes[r], act_scales[r])
+        i = take_next_piece(state, part + 2)
+    wait_for_pieces(state, part + 2, pieces)
+    rows, first = locate_rows(mixed, codes, act_scales), np.zeros(1, np.int64)
+    run_product_part(state, part + 3, p.tokens.shape[0], matrices[3:], first, weights.tables, n_rows, rows, beside)
+    i = take_piece(state, part + 4)
+    while i < pieces:
+        for r in range(n_rows * i // pieces, n_rows * (i + 1) // pieces):
+            for j in range(x.shape[1]):
+                x[r, j] += scale * beside[r, j]
+            quantise_row(quantise, normed[r], codes_wide[r], act_scales_wide[r])
+        i = take_next_piece(state, part + 4)
+    wait_for_pieces(state, part + 4, pieces)
+
+
+@njit(cache=True, nogil=True)
+def _run_heads(part, layer, matrices, shared):
+    """Run two parts of a layer's recurrence: from the normed rows to the heads' outputs.
+
+    `matrices`: those of z, of the convolution's input and of dt.
+    """
     model, p = shared.model, shared.current
     (options, _, conv, rates, _, states), work, state = model.recurrent, model.work, p.state
     i_layer, n_pieces, slots = model.kinds.mixers[layer], conv.shape[1], find_slots(p)
-    columns = run_input_products(part, p, model.weights.matrices[7 * layer : 7 * layer + 3], model.weights.tables, work)
+    columns = run_input_products(part, p, matrices, model.weights.tables, work)
     piece = take_piece(state, part + 1)
     while piece < n_pieces:
         first = np.int64(0)
@@ -126,11 +170,21 @@ def norm_gated_row(r, layer, shared):
     if which[layer] < 0:
         return
     z, row, norm, eps = model.work.qkv[r], model.work.mixed[r], norms[which[layer]], model.weights.numbers[EPS]
+    factor = model.recurrent.rates[which[layer], GATE_FACTOR, 0]
     n = options[N_HEADS] * options[HEAD_DIM] // options[N_GROUPS]
     for first in range(0, n * options[N_GROUPS], n):
         x = row[first : first + n]
         for j in range(n):
-            x[j] *= compute_silu(z[first + j])
-        scale = compute_norm_scale(x, eps)
-        for j in range(n):
-            x[j] = norm[first + j] * (x[j] * scale)
+            x[j] *= compute_silu(factor * z[first + j])
+        if options[NORMED]:
+            scale = compute_norm_scale(x, eps)
+            for j in range(n):
+                x[j] = norm[first + j] * (x[j] * scale)
+
+
+@njit(cache=True, nogil=True)
+def scale_attention_row(r, _layer, shared):
+    """Multiply what row r's heads have attended to by the factor of attention beside Mamba-2."""
+    row, q, factor = shared.model.work.mixed[r], shared.model.work.q, shared.model.weights.numbers[ATTENTION_SCALE]
+    for j in range(q.shape[1] * q.shape[2]):
+        row[j] *= factor

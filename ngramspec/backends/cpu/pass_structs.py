@@ -47,6 +47,7 @@ class PassBuffers(NamedTuple):
     act_scales: np.ndarray
     gates: np.ndarray  # [T, heads · D]: of queries; or [0, 0]
     layer_inputs: np.ndarray  # [T, L · P and a quant block]: tokens' inputs to layers; or [0, 0]
+    beside: np.ndarray  # [T, H and more]: what Mamba-2 beside attention makes; or [0, 0]
     qkv: np.ndarray  # [T, ..]: queries, keys and values, or the inputs of a recurrent layer
     q: np.ndarray  # [T, heads, D]: rotated queries
     mixed: np.ndarray  # [T, ..]: what the heads attend to, padded to a quant block
@@ -61,7 +62,7 @@ class PassBuffers(NamedTuple):
 class LayerKinds(NamedTuple):
     """What attention, or what stands in its place, is in each of the L layers."""
 
-    mixers: np.ndarray  # [L] int64: number among the layers that the function MIXER computes in place of attention, or -1
+    mixers: np.ndarray  # [L] int64: number among the layers that the function MIXER computes in place of attention or beside it, or -1
     attending: np.ndarray  # [L] int64: number among the layers with keys and values, or -1
 
 
@@ -72,9 +73,9 @@ class RecurrentArrays(NamedTuple):
     """
 
     options: np.ndarray  # int64: `RecurrentOptions`, or `MambaOptions.numbers`
-    decay_gates: np.ndarray  # [R, MATRIX] int64: fields of the fourth matrix of inputs
+    matrices: np.ndarray  # [R, MATRIX] int64: fields of the fourth matrix of inputs; or [4 · R, MATRIX]: `LayerWeights.beside`
     conv: np.ndarray  # [R, groups, taps, inputs]; for Mamba-2 with a bias after the taps
-    rates: np.ndarray  # [R, 2, heads]: decays and their biases; for Mamba-2 [R, 5, heads]
+    rates: np.ndarray  # [R, 2, heads]: decays and their biases; for Mamba-2 [R, 7, heads]
     norms: np.ndarray  # [R, V]
     states: tuple[np.ndarray, ...]  # of the pool
 

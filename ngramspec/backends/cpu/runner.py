@@ -119,7 +119,7 @@ class CpuRunner(LlamaRunner):
             self.weight_map = replace(self.weight_map, suitable_lengths=suitable_lengths)
         if self.weight_map is None and has_recurrent_layers(model):
             raise UnsupportedModelError(
-                f"{type(model).__name__}: its recurrent layers have the form of neither Qwen3.5, LFM2, Granite 4 nor Nemotron-H"
+                f"{type(model).__name__}: its recurrent layers have the form of neither Qwen3.5, LFM2, Granite 4, Nemotron-H nor Falcon-H1"
             )
         if self.weight_map is None and attentions:
             raise UnsupportedModelError(f"{type(model).__name__}: its layers with latent attention have another form than DeepSeek's")
@@ -138,7 +138,7 @@ class CpuRunner(LlamaRunner):
             if not in_memory:
                 small = Reference(model, source, self.kv_dtype)
                 for layer in kinds:
-                    expected += zip(texts, small.trace(layer, texts, gives_tuple=expected[0][1].gives_tuple), strict=True)
+                    expected += zip(texts, small.trace(layer, texts, n_outputs=expected[0][1].n_outputs), strict=True)
             options.wait_for_code()
             self._check(expected, source)
             self._context.switch(self.precision == "int8")
@@ -267,7 +267,7 @@ class CpuRunner(LlamaRunner):
             batch = pack(spans, self.pool, self.rows_per_item)
             got = trace(
                 self.model, torch.from_numpy(batch.input_ids).long(), torch.from_numpy(batch.positions.astype(np.int64)) + text.start,
-                wanted.layers, replayed=prepend_mates(wanted, mates), gives_tuple=wanted.gives_tuple,
+                wanted.layers, replayed=prepend_mates(wanted, mates), n_outputs=wanted.n_outputs,
                 ngramspec=attention.CpuAttentionPass(self.pool, batch, self._kv_layers),
             )  # fmt: skip
         finally:

@@ -129,6 +129,7 @@ class _Builder:
             recurrent=self._make_recurrent(layer.recurrent) if layer.recurrent else None,
             short_conv=self._read(layer.short_conv)[:, 0].T if layer.short_conv else None,
             mamba=self._make_mamba(layer.mamba) if layer.mamba else None,
+            beside=tuple(self._select(name) for name in layer.beside or ()),
             heads=layer.heads,
             end=self._make_end(layer.end) if layer.end else None,
             latent=self._make_latent(layer.latent) if layer.latent else None,
@@ -157,9 +158,12 @@ class _Builder:
         return RecurrentWeights(self.get_matrix(names.decay_gate, None), conv, self._read_decay(names.decay), bias, norm)
 
     def _make_mamba(self, names: MambaNames) -> MambaWeights:
-        conv = self._read(names.conv)[:, 0].T
+        options = self._map.options.mamba
+        assert options is not None
+        conv = self._read(names.conv)[:, 0].T * options.conv_factors
         bias = self._read(names.conv_bias) if names.conv_bias else np.zeros(conv.shape[1], np.float32)
-        rest = (self._read(name) for name in (names.step_bias, names.skip, names.norm))
+        norm = self._read(names.norm) if names.norm else np.ones(options.n_inner, np.float32)
+        rest = self._read(names.step_bias), self._read(names.skip), norm
         return MambaWeights(np.concatenate([conv, bias[None]]), self._read_decay(names.decay), *rest)
 
     def _read_decay(self, name: str) -> np.ndarray:

@@ -113,7 +113,11 @@ class _Check:
             return self._check_short_conv(layer.short_conv), self._mixed
         if layer.mamba is not None:
             inputs = self._check_mamba(layer.mamba)
-            return inputs, inputs[0]
+            if layer.beside is None:
+                return inputs, inputs[0]
+            shapes = (*((n_out, self._hidden) for n_out in inputs), (self._hidden, inputs[0]))
+            for matrix, shape in zip(layer.beside, shapes, strict=True):
+                self._want_matrix(matrix, *shape)
         if (heads := layer.heads) is not None:
             mixed, kv = self._n_heads * heads.head_dim, heads.n_kv * heads.head_dim
             return (mixed, kv, kv)[: heads.n_projections], mixed
@@ -163,6 +167,9 @@ class _Check:
         n_rotated = {2 * len(each.frequencies) for each in self._map.rotaries} if layers[0].heads is None else {self._head_dim}
         alike_in_kind = len(alike) == len(alike_heads) == 1
         fits = n_rotated == {self._options.n_rotated or self._head_dim}
+        beside = {(layer.beside is not None, layer.beside is not None and layer.mamba is not None) for layer in layers}
+        if beside != {(self._options.beside,) * 2} or (self._options.beside and any(layer.experts or layer.post_norms for layer in layers)):
+            raise ValueError("Mamba-2 beside attention in some layers only, or beside what it is not computed with")
         if any(len(pair) != 2 for pair in pairs) or not alike_in_kind or not turned or not fits:
             raise ValueError("norms or rotary embeddings do not fit each other")
         if self._n_heads % self._map.n_kv or self._vocab < 1:

@@ -22,9 +22,18 @@ from ngramspec.backends.cpu.experts_map import BESIDE_EXPERTS, SHARED_EXPERTS, m
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
 from ngramspec.backends.cpu.latent_map import map_latent_layer, read_latent_options
-from ngramspec.backends.cpu.layer_weight_map import ExpertsMap, LayerWeightMap, MambaNames, MatrixName, RecurrentNames
+from ngramspec.backends.cpu.layer_weight_map import ExpertsMap, LayerWeightMap, MatrixName, RecurrentNames, divide_rows
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, HeadGates, SharedLinear
-from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, MambaOptions, ModelOptions, RecurrentOptions, ShortConvOptions
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions, RecurrentOptions, ShortConvOptions
+from ngramspec.backends.cpu.mamba_map import (
+    adds_plainly,
+    get_score_scale,
+    is_mamba,
+    map_mamba,
+    name_mamba,
+    read_beside_scales,
+    read_mamba_options,
+)
 from ngramspec.backends.cpu.varied_layers_reader import has_varied_heads, map_varied_layers, read_inputs
 from ngramspec.backends.cpu.weight_map import QueryScale, Rotary, WeightMap
 from ngramspec.models.gated_heads import JOINED
@@ -40,12 +49,13 @@ _NORMS: tuple[tuple[tuple[str, str] | None, tuple[str, str] | None], ...] = (
     (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
     (("input_layernorm", "pre_mlp_layernorm"), ("post_attention_layernorm", "post_mlp_layernorm")),
     (("input_layernorm", "post_attention_layernorm"), ("post_self_attn_layernorm", "post_mlp_layernorm")),
+    (("input_layernorm", "pre_ff_layernorm"), None),
     (("input_layernorm", "input_layernorm"), None),  # attention and MLP see the same
     (("operator_norm", "ffn_norm"), None),
 )
 # Norms of queries and keys by name: before the rotary embedding, and after it.
 _HEAD_NORMS, _LATE_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")), ("query_layernorm", "key_layernorm")
-_SECOND_NORMS = ("post_attention_layernorm", "ffn_norm")  # of layers whose MLP does not see what attention sees
+_SECOND_NORMS = ("post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")  # of layers whose MLP does not see what attention sees
 _MIXER = "mixer"  # a layer's only part besides its norm
 _OUTPUTS = ("o_proj", "out_proj", "dense")  # names of attention's last matrix
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
@@ -189,11 +199,11 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     recurrent = {_read_recurrent_options(mixer, int(getattr(config, "linear_key_repeats", 1))) for mixer in delta_nets}
     convs = {_read_conv_options(layer.conv) for layer in base.layers if hasattr(layer, "conv")}
     mixers = [mixer for layer in base.layers if (mixer := _get_mamba(layer)) is not None]
-    mambas = {_read_mamba_options(mixer) for mixer in mixers}
+    mambas = {read_mamba_options(mixer) for mixer in mixers}
     mlps = [module for module in model.modules() if isinstance(module, fused_ops.GatedMLP | fused_ops.PlainMLP)]
-    activations = {module.activation for module in mlps} or {SILU}
+    activations = {(module.activation, *module.factors) for module in mlps} or {(SILU, 1.0, 1.0)}
     alike = {
-        (float(attn.scaling), float(getattr(attn, "attn_logit_softcapping", None) or 0), _get_residual_scale(layer))
+        (get_score_scale(layer, attn), float(getattr(attn, "attn_logit_softcapping", None) or 0), _get_residual_scale(layer))
         for layer, attn in zip(attending, attentions, strict=True)
     }
     norm, n_rotated = _describe_norm(_get_last_norm(base)), {2 * len(each.frequencies) for each in (rotaries or {}).values()}
@@ -205,15 +215,17 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     states = recurrent, convs, mambas, latents
     if differs or any(None in each or len(each) > 1 for each in states) or rotaries is None or norm is None:
         return None
-    if any(np.float32(mixer.norm.variance_epsilon) != np.float32(norm.eps) for mixer in mixers):
+    if any(np.float32(getattr(mixer.norm, "variance_epsilon", norm.eps)) != np.float32(norm.eps) for mixer in mixers):
         return None
+    activation, gate_factor, mlp_factor = activations.pop()
+    attention_scale, beside_scale = read_beside_scales(base.layers[0])
     scale, softcap, residual_scale = alike.pop()
     mup = config.hidden_size**0.5 if getattr(config, "mup_enabled", False) else 1  # AFMoE's
     return ModelOptions(
         n_heads=attentions[0].num_heads if latents else n_heads, head_dim=head_dim, eps=norm.eps, scale=scale,
-        activation=activations.pop(), softcap=softcap, residual_scale=residual_scale,
+        activation=activation, gate_factor=gate_factor, mlp_factor=mlp_factor, softcap=softcap, residual_scale=residual_scale,
         embedding_scale=float(embedding.scale if embedding.scale is not None else getattr(base, "embedding_multiplier", mup)),
-        logit_scale=float(getattr(model, "logit_scale", 1)) / getattr(config, "logits_scaling", 1),
+        logit_scale=float(getattr(model, "logit_scale", getattr(base, "lm_head_multiplier", 1))) / getattr(config, "logits_scaling", 1),
         n_rotated=n_rotated.pop() % head_dim,
         interleaved=_is_interleaved(model, rotaries, head_dim),
         layer_norm=norm.subtracts_mean,
@@ -222,7 +234,8 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
         centred_heads=_is_centred(getattr(attentions[0], _HEAD_NORMS[0][0], None)),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0), gated=gated.pop(),
         recurrent=recurrent.pop() if recurrent else None, short_conv=convs.pop() if convs else None,
-        mamba=mambas.pop() if mambas else None, latent=latents.pop() if latents else None,
+        mamba=mambas.pop() if mambas else None, beside=_is_beside(base.layers[0]), attention_scale=attention_scale,
+        beside_scale=beside_scale, latent=latents.pop() if latents else None,
     )  # fmt: skip
 
 
@@ -251,7 +264,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         return _map_recurrent_layer(layer, path, names, recurrence, dense, mixed, norms)
     if conv is not None:
         return _map_conv_layer(layer, path, names, conv, dense, mixed, norms)
-    if mamba is not None:
+    if mamba is not None and attn is None:
         return _map_mamba_layer(layer, path, names, mamba, dense, mixed, norms)
     if hasattr(attn, BOTH):
         of_mlp = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
@@ -280,7 +293,13 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         window = None
     of_layer_norms = {f"{name}.{kind}" for name in of_norms for kind in ("weight", "bias")}
     of_layer_norms |= {f"self_attn.{name}.weight" for name in head_names} if centred else set()
-    if {name for name, _ in layer.named_parameters()} - {"self_attn.sinks", f"{mlp}.expert_bias"} - of_layer_norms:
+    known = {"self_attn.sinks", f"{mlp}.expert_bias"} | of_layer_norms
+    known |= {f"mamba.{name}" for name, _ in mamba.named_parameters()} if mamba is not None else set()
+    if {name for name, _ in layer.named_parameters()} - known:
+        return None
+    of_mamba = map_mamba(mamba, f"{path}.mamba", names) if mamba is not None else None
+    outputs = names(f"{path}.self_attn.{output}")
+    if mamba is not None and (of_mamba is None or mixed is not None or not adds_plainly(layer, [*attention, outputs, *of_mamba[:-1]])):
         return None
     inside: list[MatrixName] | None = []
     if mixed is None or mixed.shared:
@@ -288,7 +307,7 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
     if inside is None:
         return None
     return LayerWeightMap(
-        matrices=[*attention, names(f"{path}.self_attn.{output}"), *inside],
+        matrices=[*attention, outputs, *inside],
         norms=[names(f"{path}.{name}")[0] for name in norms[0]] if norms[0] else None,
         head_norms=[names(f"{path}.self_attn.{name}")[0] for name in head_names] if all(heads) else None,
         window=window or 0,
@@ -296,7 +315,14 @@ def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rota
         experts=mixed,
         sinks=f"{path}.self_attn.sinks" if hasattr(attn, "sinks") else None,
         post_norms=[names(f"{path}.{name}")[0] for name in norms[1]] if norms[1] else None,
+        mamba=name_mamba(f"{path}.mamba", names, mamba) if mamba is not None else None,
+        beside=of_mamba,
     )
+
+
+def _is_beside(layer: Any) -> bool:
+    """Return whether a layer has Mamba-2 beside attention."""
+    return _get_mamba(layer) is not None and _get_attention(layer) is not None
 
 
 def _is_gated(attn: Any, mixed: int) -> bool:
@@ -348,7 +374,7 @@ def _map_conv_layer(
     n = options.n_channels
     if not isinstance(inputs, CpuPackedLinear) or inputs.out_features != 3 * n or output.in_features != n:
         return None
-    divided = _divide_rows(names(f"{path}.conv.in_proj"), [n] * 3)
+    divided = divide_rows(names(f"{path}.conv.in_proj"), [n] * 3)
     if divided is None:
         return None
     return LayerWeightMap(
@@ -357,44 +383,18 @@ def _map_conv_layer(
     )  # fmt: skip
 
 
-def _read_mamba_options(mixer: Any) -> MambaOptions | None:
-    """Return the options of a layer with Mamba-2; None for another kind of recurrence."""
-    if not _is_mamba(mixer) or mixer.activation not in ("silu", "swish"):
-        return None
-    sizes = mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size, mixer.conv_kernel_size
-    if mixer.norm.group_size * mixer.n_groups != mixer.num_heads * mixer.head_dim:
-        return None
-    return MambaOptions(*sizes, *(float(limit) for limit in mixer.time_step_limit))
-
-
 def _map_mamba_layer(
     layer: nn.Module, path: str, names: _Names, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
 ) -> LayerWeightMap | None:
     """Return the map of a layer with Mamba-2 in place of attention; `dense`: path of its MLP within the layer."""
     inside = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
-    matrices = _map_mamba(mixer, f"{path}.mamba", names)
+    matrices = map_mamba(mixer, f"{path}.mamba", names)
     if inside is None or norms[0] is None or matrices is None:
         return None
     return LayerWeightMap(
         matrices=[*matrices, *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
-        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, mamba=_name_mamba(f"{path}.mamba", names),
+        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, mamba=name_mamba(f"{path}.mamba", names, mixer),
     )  # fmt: skip
-
-
-def _map_mamba(mixer: Any, at: str, names: _Names) -> list[MatrixName] | None:
-    """Return the names of the matrices of Mamba-2 at a path; None for another recurrence, or if one does not begin with a panel."""
-    options, inputs, output = _read_mamba_options(mixer), getattr(mixer, "in_proj", None), getattr(mixer, "out_proj", None)
-    if options is None or not isinstance(inputs, CpuPackedLinear) or not isinstance(output, CpuPackedLinear):
-        return None
-    sizes = options.n_inner, options.n_channels, options.n_heads
-    if inputs.out_features != sum(sizes) or (divided := _divide_rows(names(f"{at}.in_proj"), sizes)) is None:
-        return None
-    return [*divided, names(f"{at}.out_proj")]
-
-
-def _name_mamba(at: str, names: _Names) -> MambaNames:
-    conv = names(f"{at}.conv1d")
-    return MambaNames(conv[0], conv[1], f"{at}.A_log", f"{at}.dt_bias", f"{at}.D", f"{at}.norm.weight")
 
 
 def _map_mixer_layer(layer: Any, path: str, names: _Names, kv: int) -> LayerWeightMap | None:
@@ -404,8 +404,8 @@ def _map_mixer_layer(layer: Any, path: str, names: _Names, kv: int) -> LayerWeig
         return None
     matrices: list[MatrixName] | None
     mixed: ExpertsMap | None = None
-    if _is_mamba(mixer):
-        matrices = _map_mamba(mixer, at, names)
+    if is_mamba(mixer):
+        matrices = map_mamba(mixer, at, names)
     elif _get_attention(layer) is not None:
         parts = dict(mixer.named_children())
         o = parts.pop("o_proj", None)
@@ -421,18 +421,14 @@ def _map_mixer_layer(layer: Any, path: str, names: _Names, kv: int) -> LayerWeig
         return None
     return LayerWeightMap(
         matrices=matrices, norms=[names(f"{path}.norm")[0]] * 2, head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed,
-        mamba=_name_mamba(at, names) if _is_mamba(mixer) else None,
+        mamba=name_mamba(at, names, mixer) if is_mamba(mixer) else None,
     )  # fmt: skip
-
-
-def _is_mamba(mixer: Any) -> bool:
-    return type(mixer).__name__.endswith(("MambaLayer", "Mamba2Mixer"))
 
 
 def _get_mamba(layer: Any) -> Any:
     """Return a layer's Mamba-2, or None."""
     mixer = getattr(layer, _MIXER, None)
-    return mixer if _is_mamba(mixer) else getattr(layer, "mamba", None)
+    return mixer if is_mamba(mixer) else getattr(layer, "mamba", None)
 
 
 def _get_attention(layer: Any) -> Any:
@@ -463,7 +459,7 @@ def _map_projections(parts: dict[str, nn.Module], path: str, names: _Names, mixe
     joined = parts.pop("qkv_proj", None)
     if any(separate) or not isinstance(joined, CpuPackedLinear) or joined.out_features != mixed + 2 * kv:
         return None
-    return _divide_rows(names(f"{path}.qkv_proj"), [mixed, kv, kv])
+    return divide_rows(names(f"{path}.qkv_proj"), [mixed, kv, kv])
 
 
 def _map_mlp(mlp: nn.Module, path: str, names: _Names) -> list[MatrixName] | None:
@@ -474,16 +470,8 @@ def _map_mlp(mlp: nn.Module, path: str, names: _Names) -> list[MatrixName] | Non
         return None
     if len(mlp.product.sizes) == 2:
         return [names(f"{path}.{name}") for name in mlp.names]
-    both = _divide_rows(names(f"{path}.{mlp.names[0]}"), [mlp.down.in_features] * 2)
+    both = divide_rows(names(f"{path}.{mlp.names[0]}"), [mlp.down.in_features] * 2)
     return both and [*both, names(f"{path}.{mlp.names[-1]}")]
-
-
-def _divide_rows(name: MatrixName, sizes: Sequence[int]) -> list[MatrixName] | None:
-    """Divide a matrix into some of these numbers of rows; None if one of them does not begin with a panel."""
-    ends = np.cumsum(sizes).tolist()
-    if any(end % WIDTH for end in ends[:-1]):
-        return None
-    return [name._replace(first=end - n, end=end) for n, end in zip(sizes, ends, strict=True)]
 
 
 def _read_query_scale(model: PreTrainedModel) -> QueryScale | None:

@@ -66,6 +66,7 @@ GEMMA4 = {
 GEMMA4_MOE = {
     "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
 }  # fmt: skip
+BAMBA = {"attn_layer_indices": [2, 5], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "smollm3": ("smollm3", {}, [0, 3]),
     "ministral3": ("ministral3", {}, [0]),
@@ -177,6 +178,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         GRANITE | {"layer_types": ["full_attention"] * 8, "position_embedding_type": "rope"},
         [0],
     ),
+    "falcon_h1": ("falcon_h1", {}, [0]),
+    "falcon_h1, norms and biases": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "projectors_bias": True, "mamba_conv_bias": False}
+        | {"mamba_proj_bias": True, "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0}
+        | {"mamba_d_ssm": 96, "num_key_value_heads": 1, "time_step_limit": (0.04, 0.06)},
+        [0],
+    ),
+    "bamba": ("bamba", BAMBA, [0, 2]),
     "nemotron_h": ("nemotron_h", NEMOTRON, [0, 1, 3]),
     "nemotron_h, biases": (
         "nemotron_h",
@@ -244,6 +254,9 @@ ONLY_COMPILED = (
     "granitemoehybrid",
     "granitemoehybrid, experts",
     "granitemoehybrid, bounds",
+    "falcon_h1",
+    "falcon_h1, norms and biases",
+    "bamba",
     "nemotron_h",
     "nemotron_h, biases",
     "nemotron_h, experts",
@@ -300,7 +313,7 @@ def test_modules_compute_the_same_as_the_compiled_pass(name: str) -> None:
     "name",
     [
         *("smollm3", "gemma3", "gemma4, experts", "exaone4", "glm4_moe", "qwen3_moe", "gpt_oss", "lfm2_moe", "granitemoehybrid, experts"),
-        *("nemotron_h, experts", "deepseek_v2", "deepseek_v3"),
+        *("nemotron_h, experts", "falcon_h1", "deepseek_v2", "deepseek_v3"),
     ],
 )
 def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) -> None:
@@ -369,13 +382,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"layers 0, 1, 2, 4, 5, 6 are of type 'chunked_attention' \(attention within chunks of a text, as in Llama 4, is not computed\)",
     ),
     "falcon_h1": (
-        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 8},
-        r"of type 'hybrid' \(attention and Mamba-2 beside each other in one layer, as in Falcon-H1, are not computed\)",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+        "form of neither Qwen3.5, LFM2, Granite 4, Nemotron-H nor Falcon-H1",
     ),
     "kimi_linear": ({}, r"of type 'linear_attention' \(its recurrence is neither Gated DeltaNet nor Mamba-2"),
-    "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4, "),
     "diffllama": ({}, "layer 0 computes attention more than once in a pass"),  # whose second call would replace the values of the first
-    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4 nor"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4, "),
 }  # fmt: skip
 
 

@@ -34,6 +34,8 @@ NEMOTRON_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_interm
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("granitemoehybrid", LAYERS | SIZES | GRANITE),
     "experts": ("granitemoehybrid", LAYERS | GRANITE | EXPERTS),
+    "beside attention": ("falcon_h1", {"num_hidden_layers": 8}),
+    "bamba": ("bamba", {"num_hidden_layers": 8, "attn_layer_indices": [2, 5]} | SIZES),
     "nemotron": ("nemotron_h", NEMOTRON | {"layers_block_type": BLOCKS}),
     "nemotron experts": (
         "nemotron_h",
@@ -60,7 +62,7 @@ def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_greedy_text_is_transformers(name: str, folder: Path) -> None:
-    model, prompt, n = make_model(name), [7, 8, 9, 10] * 5, 200 if name == "dense" else 60
+    model, prompt, n = make_model(name), [7, 8, 9, 10] * 5, 200 if name in ("dense", "beside attention") else 60
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
@@ -68,7 +70,10 @@ def test_a_greedy_text_is_transformers(name: str, folder: Path) -> None:
     check_greedy_text(str(folder), prompt, expected)
 
 
-@pytest.mark.parametrize("case", ["granitehybrid", "granitehybrid, rope", "granitehybrid, experts", "nemotron_h", "nemotron_h_moe"])
+@pytest.mark.parametrize(
+    "case",
+    ["granitehybrid", "granitehybrid, rope", "granitehybrid, experts", "falcon-h1", "falcon-h1, norm", "nemotron_h", "nemotron_h_moe"],
+)
 def test_a_greedy_text_of_a_gguf_file_is_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny_architectures.CASES, "untied", (*tiny_architectures.CASES[case][:3], True))  # else a token repeats itself
     path, prompt, n = str(tiny_architectures.write(tmp_path / "model.gguf", "untied")), [7, 8, 9, 10] * 5, 60
@@ -105,6 +110,28 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"Mamba-2|is wanted|are wanted|several kinds"):
             check_weight_map(replace(found, options=wrong), source)
+
+
+def test_a_map_with_mamba_beside_attention_that_does_not_fit_is_refused() -> None:
+    model = tiny.tiny_model("falcon_h1")
+    found = CpuRunner(model, CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
+    assert found is not None
+    source = make_params_source(tiny.tiny_model("falcon_h1"))
+    again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
+    assert again == found
+    check_weight_map(again, source)
+    first, *others = found.layers
+    assert first.beside is not None
+    layers = (
+        replace(first, beside=None),
+        replace(first, beside=first.beside[:3]),
+        replace(first, beside=first.beside[::-1]),
+        replace(first, mamba=None),
+    )
+    wrongs = [replace(found, layers=[layer, *others]) for layer in layers]
+    for wrong in (replace(found, options=found.options._replace(beside=False)), *wrongs):
+        with pytest.raises(ValueError, match=r"beside attention|is wanted|are wanted|zip\(\)"):
+            check_weight_map(wrong, source)
 
 
 def test_a_config_without_bounds_of_dt_is_refused() -> None:

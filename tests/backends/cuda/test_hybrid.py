@@ -284,6 +284,7 @@ def test_what_cannot_be_computed_is_refused(on_device: Engine, device: str) -> N
     for family, reason in (
         ("lfm2", "layers 0, 1, 3, 4 are of type 'conv'"),
         ("granitemoehybrid", "layers 0, 3 are of type 'linear_attention'"),
+        ("falcon_h1", "layers 0, 1 are of type 'hybrid'"),
     ):
         with pytest.raises(UnsupportedModelError, match=f"{reason}.*the CPU computes them"):
             CudaRunner(tiny.tiny_model(family).to(device), CudaOptions(max_len=32, max_seqs=2, max_rows=8, kv_bytes=1 << 21, max_depth=9))

@@ -90,13 +90,15 @@ def emit_exp(e: Emitter, x: Any) -> Any:
     return b.fmul(y, b.bitcast(power, FLOATS))
 
 
-def emit_activation(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, name: str) -> None:
+def emit_activation(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, name: str, factors: tuple[float, float] | None) -> None:
     gate0, up0, n_blocks, y0 = args[:4]
     b = e.b
     zero, one, slope, cube = (ir.Constant(FLOATS, [float(x)] * WIDTH) for x in (0.0, 1.0, numeric.GELU_SLOPE, numeric.GELU_CUBE))
     with e.loop(b.mul(n_blocks, LONG(2)), []) as (i, _, _):
         shift = b.mul(i, LONG(4 * WIDTH))
         gate = e.load(b.add(gate0, shift), FLOATS, 4)
+        if factors:
+            gate = b.fmul(gate, ir.Constant(FLOATS, [float(np.float32(factors[0]))] * WIDTH))
         if name == "squared relu":  # the product keeps what is not a number
             y = b.fmul(b.select(b.fcmp_ordered(">", gate, zero), gate, zero), gate)
         else:
@@ -104,6 +106,8 @@ def emit_activation(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, 
             y = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(argument))))
         if name in ("silu", "gelu"):  # the others are not gated
             y = b.fmul(y, e.load(b.add(up0, shift), FLOATS, 4))
+        if factors:
+            y = b.fmul(y, ir.Constant(FLOATS, [float(np.float32(factors[1]))] * WIDTH))
         e.store(y, b.add(y0, shift))
 
 

@@ -105,13 +105,15 @@ class Kernels:
         write = partial(emit_quantise, blocks=False in kinds, supers=True in kinds)
         return self._get_function(f"quantise {' '.join(names[kind] for kind in sorted(kinds))}", None, write)
 
-    def get_activation(self, name: str) -> int:
+    def get_activation(self, name: str, gate_factor: float = 1.0, factor: float = 1.0) -> int:
         """Return a function of (addresses of gate and up, number of blocks of 32, address of the result, float32).
 
         The result is gate · sigmoid(gate) · up for "silu", gelu(gate) · up for "gelu" (`sampling.numeric.compute_gelu`). What lies at the
-        address of up has no meaning for "plain gelu", gelu(gate), and "squared relu", max(gate, 0)².
+        address of up has no meaning for "plain gelu", gelu(gate), and "squared relu", max(gate, 0)². `gate_factor` multiplies gate before,
+        `factor` the result.
         """
-        return self._get_function(name, None, partial(emit_activation, name=name))
+        factors = None if gate_factor == factor == 1 else (gate_factor, factor)
+        return self._get_function(f"{name} {factors}" if factors else name, None, partial(emit_activation, name=name, factors=factors))
 
     def get_gated_activation(self, activation: str | tuple[float, float]) -> int:
         """Return a function as `get_activation` does for "silu" or "gelu"; for (alpha, limit) that of gpt-oss, of gate and up clamped to
