@@ -157,9 +157,9 @@ class NativeSteps:
         given = _list_members(self._runner.pool, forward, table, stops, drafting or idle(), budget)
         if self._state is None:
             self._state = _make_state(given, draws, stats)
-            _find_functions(self._state, forward.inputs, given[2])
+            _find_functions(self._state, forward.inputs, given[1])
         set_stats(self._state, *stats)
-        return begin_call(self._state, *given, draws, budget.n_steps)
+        return begin_call(self._state, *given[:2], given[2:], draws, budget.n_steps)
 
 
 def compile_steps(forward: NativeForward, pool: BlockTables) -> None:
@@ -214,7 +214,7 @@ def _make_loop(forward: NativeForward, pool: BlockTables) -> Any:
     given = _list_members(pool, forward, np.zeros(0, SEQUENCE), _IDS, idle(), budget)
     state = _make_state(given, _NO_DRAWS, stats)
     set_stats(state, *stats)
-    begin_call(state, *given, _NO_DRAWS, 1)
+    begin_call(state, *given[:2], given[2:], _NO_DRAWS, 1)
     get_functions(state)
     return state
 
@@ -255,7 +255,7 @@ def _list_members(
 ) -> tuple[Any, ...]:
     """Return what a call's steps go by: the first members of a `LoopState`."""
     return (
-        table, stops, drafting.draft_state,
+        table, drafting.draft_state, stops,
         (drafting.spec_length, drafting.spec_rows, drafting.history, drafting.chains, drafting.recycles),
         budget.cost_ms, pool.tables, pool.n_blocks_of, forward.logits,
         (forward.n_threads, forward.n_best, forward.rows_per_item, budget.max_nodes, budget.plain, budget.threshold),

@@ -42,7 +42,7 @@ class LoopState(structref.StructRefProxy):
 
 # `drafting`: spec_length, spec_rows, history, chains, recycles of a `NativeDrafting`. `shape`: threads, `n_best` and rows per item of the
 # forward pass, most draft nodes, whether the pass is plain, threshold.
-_GIVEN = ("table", "stops", "draft_state", "drafting", "cost_ms", "block_tables", "n_blocks_of", "logits", "shape")
+_GIVEN = ("table", "draft_state", "stops", "drafting", "cost_ms", "block_tables", "n_blocks_of", "logits", "shape")
 # Tuples are handed over member by member: numba takes half a millisecond to look at one with names.
 _TUPLES = (*DrawParams._fields, *ExternalTrees._fields, *StatsTable._fields)
 _OF_CALL = ("which", "how", "new_tokens", "new_sources", "records", "step")
@@ -74,12 +74,11 @@ def set_stats(t, counts, expected, columns):
 
 
 @njit(cache=True, nogil=True)
-def begin_call(t, table, stops, draft_state, drafting, cost_ms, block_tables, n_blocks_of, logits, shape, draws, n_steps):
-    """Set up the state for a call -> tokens, sources and records, as NativeResult has them."""
+def begin_call(t, table, draft_state, given, draws, n_steps):
+    """Set up the state for a call -> tokens, sources and records, as NativeResult has them. `given`: the other members of _GIVEN."""
     B, n = table.shape[0], 0
-    t.table, t.stops, t.draft_state, t.drafting, t.cost_ms, t.block_tables, t.n_blocks_of, t.logits, t.shape = (
-        table, stops, draft_state, drafting, cost_ms, block_tables, n_blocks_of, logits, shape,
-    )  # fmt: skip
+    t.table, t.draft_state = table, draft_state
+    t.stops, t.drafting, t.cost_ms, t.block_tables, t.n_blocks_of, t.logits, t.shape = given
     t.temperature, t.top_k, t.share, t.least, t.seed, t.sample, t.position = draws
     how, which = np.full(B, FOLLOWED, np.int8), np.empty(B, np.int64)
     for b in range(B):

@@ -65,8 +65,8 @@ def _softmax(s, start, end):
 def _make_multiply_add(panels):
     """Compile `multiply_add` for up to TILE_ROWS rows, under a name of its own: see "numba's traps" in `codegen/README.md`."""
 
-    def run(x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
-        multiply_add(panels, TILE_ROWS, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step)
+    def run(x, w, y, shape):
+        multiply_add(panels, TILE_ROWS, x, w, y, shape)
 
     run.__name__ = run.__qualname__ = f"_multiply_add_{panels}"
     return njit(cache=True, nogil=True)(run)
@@ -103,10 +103,10 @@ def _mix_keys(acc, acc_at, sizes, s, s_at, width, values, at, n_keys):
         count, d = min(TILE_ROWS, n - m), first_dim
         x, y = s_at + m * width, acc_at + m * n_dim
         while d + TILE_PANELS * WIDTH <= n_dim:
-            _add_wide(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
+            _add_wide((s, x, width), (values, at + d, n_dim), (acc, y + d, n_dim), (count, n_keys))
             d += TILE_PANELS * WIDTH
         while d + WIDTH <= n_dim:
-            _add_narrow(s, x, width, count, values, at + d, n_dim, n_keys, acc, y + d, n_dim)
+            _add_narrow((s, x, width), (values, at + d, n_dim), (acc, y + d, n_dim), (count, n_keys))
             d += WIDTH
         for r in range(count if d < n_dim else 0):
             for j in range(n_keys):

@@ -250,29 +250,31 @@ def mix_blocks(typing_context, shares, values, blocks, mixed):
 
 
 @intrinsic(prefer_literal=True)
-def multiply_add(typing_context, panels, rows, x, x_at, x_step, n_rows, w, w_at, w_step, n_inputs, y, y_at, y_step):
+def multiply_add(typing_context, panels, rows, x, w, y, shape):
     """Add x [rows, n_inputs] · w [n_inputs, 16 panels] to y [rows, 16 panels].
 
-    All arrays are flat, of float32, or for w of float16 as uint16. `_at` and `_step` count elements; n_inputs is positive. Rows from n_rows
-    on repeat the last one.
+    Each is (array, where it begins, its step from row to row), counted in elements. Arrays are flat, of float32, or for w of float16 as
+    uint16. `shape`: n_rows, n_inputs, both positive. Rows from n_rows on repeat the last one.
     """
     n_panels, n_tile_rows = panels.literal_value, rows.literal_value
-    size = w.dtype.bitwidth // 8
+    size = w[0].dtype.bitwidth // 8
 
     def codegen(context, builder, signature, args):
         e = Emitter(builder, HOST)
 
         def address(i, item):
-            return builder.add(_get_data(context, builder, signature.args[i], args[i]), builder.mul(args[i + 1], LONG(item)))
+            array, at, step = cgutils.unpack_tuple(builder, args[i], 3)
+            data = _get_data(context, builder, signature.args[i][0], array)
+            return builder.add(data, builder.mul(at, LONG(item))), builder.mul(step, LONG(item))
 
-        x, w, y = address(2, 4), address(6, size), address(10, 4)
-        last = builder.sub(args[5], LONG(1))
+        (x, x_step), (w, w_step), (y, y_step) = address(2, 4), address(3, size), address(4, 4)
+        n_rows, n_inputs = cgutils.unpack_tuple(builder, args[5], 2)
+        last = builder.sub(n_rows, LONG(1))
         lines = [builder.select(builder.icmp_signed("<", LONG(r), last), LONG(r), last) for r in range(n_tile_rows)]
-        xs = [builder.add(x, builder.mul(line, builder.mul(args[4], LONG(4)))) for line in lines]
-        rows = [builder.add(y, builder.mul(line, builder.mul(args[12], LONG(4)))) for line in lines]
+        xs = [builder.add(x, builder.mul(line, x_step)) for line in lines]
+        rows = [builder.add(y, builder.mul(line, y_step)) for line in lines]
         ys = [e.offset(row, 4 * WIDTH * p) for row in rows for p in range(n_panels)]
-        w_step = builder.mul(args[8], LONG(size))
-        with e.loop(args[9], [e.load(at, FLOATS, 4) for at in ys]) as (i, totals, ends):
+        with e.loop(n_inputs, [e.load(at, FLOATS, 4) for at in ys]) as (i, totals, ends):
             here, shift = builder.add(w, builder.mul(i, w_step)), builder.mul(i, LONG(4))
             ws = [e.offset(here, size * WIDTH * p) for p in range(n_panels)]
             ends += _emit_sums(e, size, [builder.add(at, shift) for at in xs], ws, totals)
@@ -280,8 +282,7 @@ def multiply_add(typing_context, panels, rows, x, x_at, x_step, n_rows, w, w_at,
             e.store(total, at)
         return context.get_dummy_value()
 
-    whole = types.int64
-    return types.void(panels, rows, x, whole, whole, whole, w, whole, whole, whole, y, whole, whole), codegen
+    return types.void(panels, rows, x, w, y, shape), codegen
 
 
 def _emit_sum_of_parts(builder: Any, totals: list[Any]) -> list[Any]:
