@@ -8,10 +8,12 @@ files and manifests, nothing of what is in the segments.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import (
     DatastoreCorruptError,
@@ -22,9 +24,27 @@ from .errors import (
     DatastoreNotFoundError,
 )
 from .file_io import FULL, combine_flags
-from .file_lock import lock_file
 from .format import MANIFEST
 from .manifest import Manifest, find_orphans, read_manifest, write_manifest
+
+try:
+    fcntl: Any = importlib.import_module("fcntl")
+except ImportError:  # Windows
+    fcntl = None
+    msvcrt: Any = importlib.import_module("msvcrt")
+
+
+def lock_file(descriptor: int) -> None:
+    """Lock a file that is open for writing. Raises BlockingIOError if another process, or another descriptor, has locked it."""
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    try:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # a byte that need not be there
+    except PermissionError as error:
+        raise BlockingIOError(error.errno, "another process has locked it") from None
+
 
 LOCK = "LOCK"  # the name of the file that a writer locks
 LOCK_FLAGS = combine_flags("O_CLOEXEC", "O_NOFOLLOW")

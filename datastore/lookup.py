@@ -23,49 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
+from . import lookup_arrays as col
 from .code_cache import njit
 from .format import PLACE_BITS
-from .lookup_arrays import (
-    AGE,
-    ALLOWED,
-    CANDIDATES,
-    CHANCES,
-    COMPLETE,
-    CURSORS,
-    DEPTH,
-    FLOOR,
-    GROUPS,
-    HELD,
-    IDS,
-    LANES,
-    MATCHES,
-    MAX_MATCH,
-    MAX_SEQS,
-    MIN_MATCH,
-    N_BUCKETS,
-    N_CANDIDATE,
-    N_GROUPS,
-    N_SEGMENTS,
-    N_STATE,
-    NODES,
-    OCCURRENCES,
-    ORDER,
-    OUT_COUNTS,
-    OUT_MATCH,
-    OUT_PARENTS,
-    OUT_PLACE,
-    OUT_START,
-    OUT_TOKENS,
-    PLACES,
-    QUEUE,
-    ROWS,
-    SEARCHES,
-    STATE,
-    TEXTS,
-    WEIGHTS,
-    WIDE_IDS,
-    WORK,
-)
 from .match_tree import build_tree
 from .numba_intrinsics import load_i32, pointer, prefetch
 from .page_cache import measure_free_memory
@@ -136,34 +96,41 @@ class Matcher:
         """Return at most `nodes` nodes and `depth` tokens deep a tree; nodes less likely than `min_chance` are left out."""
         if not (max_seqs >= 1 and 1 <= min_match <= max_match <= 1024 and 1 <= nodes <= 4096 and 1 <= depth <= 1024):
             raise ValueError(f"{max_seqs=}, {min_match=}, {max_match=}, {nodes=}, {depth=}: all must be from 1, min_match <= max_match")
-        if not 1 <= occurrences <= N_GROUPS // 2:
-            raise ValueError(f"{occurrences=} must be from 1 to {N_GROUPS // 2}")
+        if not 1 <= occurrences <= col.N_GROUPS // 2:
+            raise ValueError(f"{occurrences=} must be from 1 to {col.N_GROUPS // 2}")
         if not 0.0 < min_chance <= 1.0:
             raise ValueError(f"{min_chance=} must be above 0, at most 1")
         self.max_match = max_match
-        self.work = np.zeros(WORK, np.int64)
-        self.work[[MAX_SEQS, MAX_MATCH, MIN_MATCH, NODES, OCCURRENCES, DEPTH]] = max_seqs, max_match, min_match, nodes, occurrences, depth
-        self.work[FLOOR] = min(int(np.ceil(-4 * np.log2(min_chance))) + 1, N_BUCKETS)
+        self.work = np.zeros(col.WORK, np.int64)
+        self.work[[col.MAX_SEQS, col.MAX_MATCH, col.MIN_MATCH, col.NODES, col.OCCURRENCES, col.DEPTH]] = (
+            max_seqs,
+            max_match,
+            min_match,
+            nodes,
+            occurrences,
+            depth,
+        )
+        self.work[col.FLOOR] = min(int(np.ceil(-4 * np.log2(min_chance))) + 1, col.N_BUCKETS)
         n_candidates, n_nodes = occurrences * depth + 1, max_seqs * nodes
         self._buffers: dict[int, np.ndarray] = {
-            PLACES: np.zeros((max_seqs, occurrences), np.int64),
-            MATCHES: np.zeros((max_seqs, occurrences), np.int32),
-            STATE: np.zeros((max_seqs, N_STATE), np.int64),
-            LANES: np.zeros((_LANES, LANE), np.int64),
-            SEARCHES: np.zeros((_SEQUENCES, _SEARCH), np.int64),
-            TEXTS: np.zeros((2, occurrences), np.int64),
-            ORDER: np.zeros((3, occurrences), np.int32),
-            GROUPS: np.full((2, N_GROUPS), -1, np.int32),
-            CANDIDATES: np.zeros((n_candidates, N_CANDIDATE), np.int32),
-            CHANCES: np.zeros(n_candidates, np.float64),
-            QUEUE: np.zeros(N_BUCKETS, np.int32),
-            WEIGHTS: 0.25 * np.arange(max_match + depth + 1, dtype=np.float64) ** 1.5,
-            OUT_START: np.zeros(max_seqs + 1, np.int64),
-            OUT_TOKENS: np.zeros(n_nodes, np.int32),
-            OUT_PARENTS: np.zeros(n_nodes, np.int32),
-            OUT_COUNTS: np.zeros(n_nodes, np.int32),
-            OUT_MATCH: np.zeros(n_nodes, np.int16),
-            OUT_PLACE: np.zeros(n_nodes, np.int64),
+            col.PLACES: np.zeros((max_seqs, occurrences), np.int64),
+            col.MATCHES: np.zeros((max_seqs, occurrences), np.int32),
+            col.STATE: np.zeros((max_seqs, col.N_STATE), np.int64),
+            col.LANES: np.zeros((_LANES, LANE), np.int64),
+            col.SEARCHES: np.zeros((_SEQUENCES, _SEARCH), np.int64),
+            col.TEXTS: np.zeros((2, occurrences), np.int64),
+            col.ORDER: np.zeros((3, occurrences), np.int32),
+            col.GROUPS: np.full((2, col.N_GROUPS), -1, np.int32),
+            col.CANDIDATES: np.zeros((n_candidates, col.N_CANDIDATE), np.int32),
+            col.CHANCES: np.zeros(n_candidates, np.float64),
+            col.QUEUE: np.zeros(col.N_BUCKETS, np.int32),
+            col.WEIGHTS: 0.25 * np.arange(max_match + depth + 1, dtype=np.float64) ** 1.5,
+            col.OUT_START: np.zeros(max_seqs + 1, np.int64),
+            col.OUT_TOKENS: np.zeros(n_nodes, np.int32),
+            col.OUT_PARENTS: np.zeros(n_nodes, np.int32),
+            col.OUT_COUNTS: np.zeros(n_nodes, np.int32),
+            col.OUT_MATCH: np.zeros(n_nodes, np.int16),
+            col.OUT_PLACE: np.zeros(n_nodes, np.int64),
         }
         self.reset(snapshots)
 
@@ -177,12 +144,12 @@ class Matcher:
         rows = np.concatenate([np.zeros((0, ROW), np.int64), *(s.rows for s in snapshots)])
         self.snapshots = tuple(snapshots)
         self._stores = np.repeat(np.arange(len(snapshots)), [len(s.segments) for s in snapshots])  # of each segment
-        self._buffers[ROWS], self._n_suffixes = np.ascontiguousarray(rows), rows[:, N_SUFFIXES].tolist()
-        self._buffers[CURSORS] = np.zeros((_SEQUENCES, 2 * len(rows), _CURSOR), np.int64)
-        self._buffers[ALLOWED] = np.ones((len(self._buffers[STATE]), len(rows)), np.uint8)
-        self._buffers[STATE][:] = 0
-        self.work[N_SEGMENTS] = len(rows)
-        self.work[[WIDE_IDS, IDS]] = rows[0, [WIDE, VOCAB]] if len(rows) else (0, 1)
+        self._buffers[col.ROWS], self._n_suffixes = np.ascontiguousarray(rows), rows[:, N_SUFFIXES].tolist()
+        self._buffers[col.CURSORS] = np.zeros((_SEQUENCES, 2 * len(rows), _CURSOR), np.int64)
+        self._buffers[col.ALLOWED] = np.ones((len(self._buffers[col.STATE]), len(rows)), np.uint8)
+        self._buffers[col.STATE][:] = 0
+        self.work[col.N_SEGMENTS] = len(rows)
+        self.work[[col.WIDE_IDS, col.IDS]] = rows[0, [WIDE, VOCAB]] if len(rows) else (0, 1)
         for column, buffer in self._buffers.items():
             self.work[column] = buffer.ctypes.data
         self.load_pages()
@@ -206,7 +173,7 @@ class Matcher:
         loading = np.array([snapshot.is_loading for snapshot in self.snapshots], bool)
         self._is_loading = bool(loading.any())
         self._loaded = sum(1 << i for i in np.flatnonzero(~loading).tolist())
-        for row, store, whole in zip(self._buffers[ROWS], self._stores, self._n_suffixes, strict=True):
+        for row, store, whole in zip(self._buffers[col.ROWS], self._stores, self._n_suffixes, strict=True):
             row[N_SUFFIXES] = 0 if loading[store] else whole
 
     @property
@@ -218,25 +185,25 @@ class Matcher:
 
     def begin(self, slot: int, stores: int = ALL_STORES) -> None:
         """Start a new sequence in this slot, 0 <= slot < max_seqs, or use others than before: snapshot i where bit i is in `stores`."""
-        self._buffers[STATE][slot] = 0
-        self._buffers[ALLOWED][slot] = np.array([stores >> i & 1 for i in range(len(self.snapshots))], np.uint8)[self._stores]
+        self._buffers[col.STATE][slot] = 0
+        self._buffers[col.ALLOWED][slot] = np.array([stores >> i & 1 for i in range(len(self.snapshots))], np.uint8)[self._stores]
 
     def end(self, slot: int) -> None:
         """Return the sequence is over."""
-        self._buffers[STATE][slot] = 0
+        self._buffers[col.STATE][slot] = 0
 
     def propose(self, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> Trees:
         """slots [B] int32, all different; contexts [B, max_match] int32, newest first, -1 pads; fresh [B] int32: tokens appended since
         this slot's last call, -1 where unknown. A draft of what is not in the store is an empty tree."""
-        if len(slots) > self.work[MAX_SEQS] or contexts.shape != (len(slots), self.max_match) or fresh.shape != slots.shape:
+        if len(slots) > self.work[col.MAX_SEQS] or contexts.shape != (len(slots), self.max_match) or fresh.shape != slots.shape:
             raise ValueError(f"{slots.shape=}, {contexts.shape=}, {fresh.shape=}: [B], [B, {self.max_match}], [B] with B <= max_seqs")
         if self._is_loading:
             self._show_loaded()
         contexts = np.ascontiguousarray(contexts, np.int32)
         n = propose_batch(self.work, slots, contexts, fresh)
         b = self._buffers
-        outputs = (b[column][:n].copy() for column in (OUT_TOKENS, OUT_PARENTS, OUT_COUNTS, OUT_MATCH, OUT_PLACE))
-        return Trees(b[OUT_START][: len(slots) + 1].copy(), *outputs)
+        outputs = (b[column][:n].copy() for column in (col.OUT_TOKENS, col.OUT_PARENTS, col.OUT_COUNTS, col.OUT_MATCH, col.OUT_PLACE))
+        return Trees(b[col.OUT_START][: len(slots) + 1].copy(), *outputs)
 
     def locate(self, place: int) -> Location:
         """Return where a node's token stands. Raises DatastoreCorruptError if the store has no such place, ValueError if it never had."""
@@ -251,11 +218,11 @@ class Matcher:
 @njit(cache=True, nogil=True, error_model="numpy")
 def propose_batch(work, slots, contexts, fresh):
     """`Matcher.propose` for compiled callers: `contexts` must be contiguous int32 [B, max_match] -> number of nodes written."""
-    rows = carray(pointer(work[ROWS]), (work[N_SEGMENTS], ROW), np.int64)
-    start = carray(pointer(work[OUT_START]), work[MAX_SEQS] + 1, np.int64)
-    lanes = carray(pointer(work[LANES]), (_LANES, LANE), np.int64)
-    cursors = carray(pointer(work[CURSORS]), (_SEQUENCES, 2 * work[N_SEGMENTS], _CURSOR), np.int64)
-    searches = carray(pointer(work[SEARCHES]), (_SEQUENCES, _SEARCH), np.int64)
+    rows = carray(pointer(work[col.ROWS]), (work[col.N_SEGMENTS], ROW), np.int64)
+    start = carray(pointer(work[col.OUT_START]), work[col.MAX_SEQS] + 1, np.int64)
+    lanes = carray(pointer(work[col.LANES]), (_LANES, LANE), np.int64)
+    cursors = carray(pointer(work[col.CURSORS]), (_SEQUENCES, 2 * work[col.N_SEGMENTS], _CURSOR), np.int64)
+    searches = carray(pointer(work[col.SEARCHES]), (_SEQUENCES, _SEARCH), np.int64)
     address = contexts.ctypes.data
     n = 0
     start[0] = 0
@@ -263,7 +230,7 @@ def propose_batch(work, slots, contexts, fresh):
         last = min(first + _SEQUENCES, len(slots))
         n_searches = 0
         for b in range(first, last):
-            query = address + 4 * work[MAX_MATCH] * b
+            query = address + 4 * work[col.MAX_MATCH] * b
             if _in_range(work, slots[b]) and not _advance_occurrences(work, rows, np.int64(slots[b]), query, np.int64(fresh[b])):
                 search = searches[n_searches]
                 search[_CONTEXT], search[_ADDRESS], search[_LENGTH] = b, query, _measure_context(work, query)
@@ -284,9 +251,9 @@ def propose_batch(work, slots, contexts, fresh):
 @njit(cache=True, nogil=True, error_model="numpy")
 def _search_segments(work, rows, lanes, cursors, slots, searches):
     """Place the cursors of every search in each segment that its slot may use; elsewhere they share nothing."""
-    allowed = carray(pointer(work[ALLOWED]), (work[MAX_SEQS], work[N_SEGMENTS]), np.uint8)
+    allowed = carray(pointer(work[col.ALLOWED]), (work[col.MAX_SEQS], work[col.N_SEGMENTS]), np.uint8)
     n = 0
-    for s in range(work[N_SEGMENTS]):
+    for s in range(work[col.N_SEGMENTS]):
         for i in range(len(searches)):
             if allowed[slots[searches[i, _CONTEXT]], s] == 0:
                 cursors[i, 2 * s, _SHARED], cursors[i, 2 * s + 1, _SHARED] = 0, 0
@@ -305,19 +272,19 @@ def _search_lanes(work, rows, lanes, n, cursors):
     find_insertions(rows, lanes, n)
     for k in range(n):
         s, i = lanes[k, SEGMENT], lanes[k, SEQUENCE]
-        _place_cursors(rows[s], lanes[k], work[MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
+        _place_cursors(rows[s], lanes[k], work[col.MIN_MATCH], cursors[i, 2 * s], cursors[i, 2 * s + 1])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _in_range(work, slot):
-    return slot >= 0 and slot < work[MAX_SEQS]
+    return slot >= 0 and slot < work[col.MAX_SEQS]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _measure_context(work, query):
     """Return tokens of a context: up to the padding, or to an id that the vocabulary does not have."""
     n = np.int64(0)
-    while n < work[MAX_MATCH] and load_i32(query + 4 * n) >= 0 and load_i32(query + 4 * n) < work[IDS]:
+    while n < work[col.MAX_MATCH] and load_i32(query + 4 * n) >= 0 and load_i32(query + 4 * n) < work[col.IDS]:
         n += 1
     return n
 
@@ -331,18 +298,18 @@ def _advance_occurrences(work, rows, slot, query, fresh):
 
     Lengths grow past `max_match` here, where equal ones would hide that entries that were shorter are not all known.
     """
-    cap, wide = work[OCCURRENCES], work[WIDE_IDS] != 0
-    places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
-    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
-    state = carray(pointer(work[STATE] + 8 * N_STATE * slot), N_STATE, np.int64)
-    if fresh == 0 and state[HELD] > 0:
+    cap, wide = work[col.OCCURRENCES], work[col.WIDE_IDS] != 0
+    places = carray(pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
+    state = carray(pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)
+    if fresh == 0 and state[col.HELD] > 0:
         return True
-    if fresh <= 0 or fresh > work[MAX_MATCH] or state[HELD] == 0 or state[AGE] >= REUSES:
+    if fresh <= 0 or fresh > work[col.MAX_MATCH] or state[col.HELD] == 0 or state[col.AGE] >= REUSES:
         return False
-    complete = state[COMPLETE]
+    complete = state[col.COMPLETE]
     mask = (np.int64(1) << PLACE_BITS) - 1
     kept, exact, longest = 0, 0, np.int64(0)
-    for i in range(state[HELD]):
+    for i in range(state[col.HELD]):
         row, p = places[i] >> PLACE_BITS, places[i] & mask
         if p + fresh >= rows[row, N_TOKENS]:
             continue
@@ -350,7 +317,7 @@ def _advance_occurrences(work, rows, slot, query, fresh):
         k = 0
         while k < fresh and read_token(tokens, wide, p + k) == load_i32(query + 4 * (fresh - 1 - k)):
             k += 1
-        if k < fresh or read_token(tokens, wide, p + fresh) >= work[IDS]:
+        if k < fresh or read_token(tokens, wide, p + fresh) >= work[col.IDS]:
             continue
         exact += matches[i] >= complete
         places[kept] = places[i] + fresh
@@ -358,10 +325,10 @@ def _advance_occurrences(work, rows, slot, query, fresh):
         longest = max(longest, np.int64(matches[kept]))
         kept += 1
     if exact < MANY and (exact == 0 or longest < LONG_MATCH):
-        state[HELD] = 0
+        state[col.HELD] = 0
         return False
-    state[HELD], state[COMPLETE] = kept, complete + fresh
-    state[AGE] += 1
+    state[col.HELD], state[col.COMPLETE] = kept, complete + fresh
+    state[col.AGE] += 1
     return True
 
 
@@ -371,17 +338,17 @@ def _collect_occurrences(work, rows, slot, query, cursors):
 
     Two cursors per segment go outward from where the context belongs: the lengths they meet only fall.
     """
-    cap, budget = work[OCCURRENCES], _INSPECT * work[OCCURRENCES]
-    places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
-    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
-    state = carray(pointer(work[STATE] + 8 * N_STATE * slot), N_STATE, np.int64)
+    cap, budget = work[col.OCCURRENCES], _INSPECT * work[col.OCCURRENCES]
+    places = carray(pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
+    state = carray(pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)
     taken = 0
-    state[COMPLETE], state[AGE] = work[MAX_MATCH] + 1, 0
+    state[col.COMPLETE], state[col.AGE] = work[col.MAX_MATCH] + 1, 0
     while taken < cap:
         best = np.int64(0)
         for c in range(len(cursors)):
             best = max(best, cursors[c, _SHARED])
-        if best < work[MIN_MATCH]:
+        if best < work[col.MIN_MATCH]:
             break
         for c in range(len(cursors)):
             cursors[c, _FROM] = cursors[c, _INDEX] if cursors[c, _SHARED] == best else -1
@@ -407,8 +374,8 @@ def _collect_occurrences(work, rows, slot, query, cursors):
         if more:
             taken = _sample_occurrences(work, rows, query, best, cursors, places, matches, first, taken)
             break
-        state[COMPLETE] = best
-    state[HELD] = taken
+        state[col.COMPLETE] = best
+    state[col.HELD] = taken
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -445,7 +412,7 @@ def _sample_occurrences(work, rows, query, best, cursors, places, matches, first
             cursors[c, _COUNT] = count_run(rows[c >> 1], cursors[c, _FROM], 2 * (c & 1) - 1, query, best, False)
             total += cursors[c, _COUNT]
     n = min(len(places) - first, total)
-    sample = carray(pointer(work[TEXTS]), len(places), np.int64)
+    sample = carray(pointer(work[col.TEXTS]), len(places), np.int64)
     c, before = 0, np.int64(0)
     for j in range(n):
         x = (2 * j + 1) * total // (2 * n)

@@ -9,41 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
+from . import lookup_arrays as col
 from .code_cache import njit
 from .format import PLACE_BITS
-from .lookup_arrays import (
-    CANDIDATES,
-    CHANCES,
-    DEPTH,
-    FLOOR,
-    GROUPS,
-    HELD,
-    IDS,
-    MATCHES,
-    MAX_MATCH,
-    N_BUCKETS,
-    N_CANDIDATE,
-    N_GROUPS,
-    N_STATE,
-    NODES,
-    OCCURRENCES,
-    ORDER,
-    OUT_COUNTS,
-    OUT_MATCH,
-    OUT_PARENTS,
-    OUT_PLACE,
-    OUT_TOKENS,
-    PLACES,
-    QUEUE,
-    STATE,
-    TEXTS,
-    WEIGHTS,
-    WIDE_IDS,
-)
 from .numba_intrinsics import load_i64, pointer
 from .search import N_TOKENS, TOKENS, read_token
 
-TOKEN, PARENT, BEGIN, END, LEVEL, NEXT = range(N_CANDIDATE)  # columns of CANDIDATES
+TOKEN, PARENT, BEGIN, END, LEVEL, NEXT = range(col.N_CANDIDATE)  # columns of CANDIDATES
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -53,23 +25,23 @@ def build_tree(work, rows, slot, offset):
     No path is likelier than its beginning, so that candidates leave the queue in falling order: it is a row of buckets, a quarter of
     an octave of chance each, and a pointer that only moves on. Equal chances leave it by match length.
     """
-    cap, depth, max_match, width, floor = work[OCCURRENCES], work[DEPTH], work[MAX_MATCH], work[NODES], work[FLOOR]
-    places = carray(pointer(work[PLACES] + 8 * cap * slot), cap, np.int64)
-    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
-    order = carray(pointer(work[ORDER]), (3, cap), np.int32)
-    weights = carray(pointer(work[WEIGHTS]), max_match + depth + 1, np.float64)
+    cap, depth, max_match, width, floor = work[col.OCCURRENCES], work[col.DEPTH], work[col.MAX_MATCH], work[col.NODES], work[col.FLOOR]
+    places = carray(pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
+    order = carray(pointer(work[col.ORDER]), (3, cap), np.int32)
+    weights = carray(pointer(work[col.WEIGHTS]), max_match + depth + 1, np.float64)
     n_candidates = cap * depth + 1
-    candidates = carray(pointer(work[CANDIDATES]), (n_candidates, N_CANDIDATE), np.int32)
-    chances = carray(pointer(work[CHANCES]), n_candidates, np.float64)
-    queue = carray(pointer(work[QUEUE]), N_BUCKETS, np.int32)
-    tokens = carray(pointer(work[OUT_TOKENS] + 4 * offset), width, np.int32)
-    parents = carray(pointer(work[OUT_PARENTS] + 4 * offset), width, np.int32)
-    counts = carray(pointer(work[OUT_COUNTS] + 4 * offset), width, np.int32)
-    match = carray(pointer(work[OUT_MATCH] + 2 * offset), width, np.int16)
-    place = carray(pointer(work[OUT_PLACE] + 8 * offset), width, np.int64)
-    held = carray(pointer(work[STATE] + 8 * N_STATE * slot), N_STATE, np.int64)[HELD]
-    wide, ids = work[WIDE_IDS] != 0, work[IDS]
-    texts = carray(pointer(work[TEXTS]), (2, cap), np.int64)
+    candidates = carray(pointer(work[col.CANDIDATES]), (n_candidates, col.N_CANDIDATE), np.int32)
+    chances = carray(pointer(work[col.CHANCES]), n_candidates, np.float64)
+    queue = carray(pointer(work[col.QUEUE]), col.N_BUCKETS, np.int32)
+    tokens = carray(pointer(work[col.OUT_TOKENS] + 4 * offset), width, np.int32)
+    parents = carray(pointer(work[col.OUT_PARENTS] + 4 * offset), width, np.int32)
+    counts = carray(pointer(work[col.OUT_COUNTS] + 4 * offset), width, np.int32)
+    match = carray(pointer(work[col.OUT_MATCH] + 2 * offset), width, np.int16)
+    place = carray(pointer(work[col.OUT_PLACE] + 8 * offset), width, np.int64)
+    held = carray(pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)[col.HELD]
+    wide, ids = work[col.WIDE_IDS] != 0, work[col.IDS]
+    texts = carray(pointer(work[col.TEXTS]), (2, cap), np.int64)
     for i in range(held):
         order[0, i] = i
         row, p = places[i] >> PLACE_BITS, places[i] & ((np.int64(1) << PLACE_BITS) - 1)
@@ -126,21 +98,21 @@ def build_tree(work, rows, slot, offset):
 @njit(cache=True, nogil=True, error_model="numpy")
 def _choose_bucket(work, c):
     """0 for a chance of 1, then 4 buckets an octave: exponent and two bits of the mantissa, read from the number's bits."""
-    return min(max((1023 << 2) - (load_i64(work[CHANCES] + 8 * c) >> 50), 0), N_BUCKETS - 1)
+    return min(max((1023 << 2) - (load_i64(work[col.CHANCES] + 8 * c) >> 50), 0), col.N_BUCKETS - 1)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _add_children(work, slot, made, begin, end, level, parent, chance):
     """Group the occurrences order[0, begin:end] by their token at `level`, longest match first in each group; one candidate a group."""
-    cap, n_weights = work[OCCURRENCES], work[MAX_MATCH] + work[DEPTH] + 1
-    wide, ids = work[WIDE_IDS] != 0, work[IDS]
-    texts = carray(pointer(work[TEXTS]), (2, cap), np.int64)
-    matches = carray(pointer(work[MATCHES] + 4 * cap * slot), cap, np.int32)
-    order = carray(pointer(work[ORDER]), (3, cap), np.int32)
-    groups = carray(pointer(work[GROUPS]), (2, N_GROUPS), np.int32)
-    weights = carray(pointer(work[WEIGHTS]), n_weights, np.float64)
-    candidates = carray(pointer(work[CANDIDATES]), (cap * work[DEPTH] + 1, N_CANDIDATE), np.int32)
-    chances = carray(pointer(work[CHANCES]), cap * work[DEPTH] + 1, np.float64)
+    cap, n_weights = work[col.OCCURRENCES], work[col.MAX_MATCH] + work[col.DEPTH] + 1
+    wide, ids = work[col.WIDE_IDS] != 0, work[col.IDS]
+    texts = carray(pointer(work[col.TEXTS]), (2, cap), np.int64)
+    matches = carray(pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
+    order = carray(pointer(work[col.ORDER]), (3, cap), np.int32)
+    groups = carray(pointer(work[col.GROUPS]), (2, col.N_GROUPS), np.int32)
+    weights = carray(pointer(work[col.WEIGHTS]), n_weights, np.float64)
+    candidates = carray(pointer(work[col.CANDIDATES]), (cap * work[col.DEPTH] + 1, col.N_CANDIDATE), np.int32)
+    chances = carray(pointer(work[col.CHANCES]), cap * work[col.DEPTH] + 1, np.float64)
     n = 0
     whole = 1.0
     for i in range(begin, end):
@@ -153,9 +125,9 @@ def _add_children(work, slot, made, begin, end, level, parent, chance):
         token = read_token(texts[0, o], wide, level)
         if token >= ids:  # the separator, or damage
             continue
-        h = (token * 0x9E3779B1 >> 12) & (N_GROUPS - 1)
+        h = (token * 0x9E3779B1 >> 12) & (col.N_GROUPS - 1)
         while groups[0, h] >= 0 and groups[0, h] != token:
-            h = (h + 1) & (N_GROUPS - 1)
+            h = (h + 1) & (col.N_GROUPS - 1)
         if groups[0, h] < 0:
             groups[0, h], groups[1, h] = token, n
             candidates[made + n, TOKEN], candidates[made + n, PARENT], candidates[made + n, LEVEL] = token, parent, level

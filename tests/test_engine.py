@@ -26,8 +26,8 @@ from scipy.stats import chisquare
 from test_exact import Oracle, prompts
 
 from ngramspec.engine import sequence
+from ngramspec.engine.generation import Stream
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.engine.streams import Stream
 from ngramspec.errors import CallbackError, EngineClosedError, InvalidInputError, ModelNotFoundError, PromptTooLongError, TokenizerError
 from ngramspec.outputs import Delta
 from ngramspec.sampling_params import SamplingParams

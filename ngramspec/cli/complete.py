@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import queue
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ngramspec.cli import common, drafts, forms
-from ngramspec.cli.common import BadInputError, option
+from ngramspec.cli import common, drafts
+from ngramspec.cli.common import BadInputError, check_text, option, read_file
 from ngramspec.cli.environment import add_environment
 from ngramspec.cli.flags import OUTPUT, PROMPT, SAMPLING, SPECULATION, Model, Prompt, PromptFile, with_options
 from ngramspec.config import EngineConfig
-from ngramspec.errors import UnsupportedModelError
+from ngramspec.datastore.cache_dir import expand_home
+from ngramspec.errors import GrammarError, UnsupportedModelError
+from ngramspec.grammar.base import Grammar
 from ngramspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ def complete(
     common.check_text(suffix, "--suffix")
     text = common.read_prompt(prompt, file)
     expected = common.read_file(prediction, "the prediction") if prediction is not None else None
-    params = SamplingParams(**sampling, grammar=forms.make_grammar(grammar, json_schema))
+    params = SamplingParams(**sampling, grammar=make_grammar(grammar, json_schema))
     sources = drafts.draft_settings(**drafters)
     stores = [common.open_store(folder) for folder in datastore or ()]
 
@@ -166,3 +169,36 @@ def add_rates(stats: Stats) -> dict[str, Any]:
     """Statistics as JSON has them, with the rates that follow from them."""
     rates = {name: round(getattr(stats, name), 4) for name in ("acceptance_rate", "tokens_per_pass", "rows_per_pass")}
     return dataclasses.asdict(stats) | rates
+
+
+def make_grammar(grammar: str | None, json_schema: str | None) -> Grammar | None:
+    """Return what --grammar or --json-schema say; None of neither. Raises BadInputError, which names the option."""
+    if grammar is not None and json_schema is not None:
+        raise BadInputError("give either --grammar or --json-schema, not both: a text has one form")
+    if json_schema is not None:
+        text, origin = _read(json_schema, "--json-schema")
+        return _make_grammar(Grammar.json_schema, text, f"--json-schema: {origin}")
+    if grammar is None:
+        return None
+    text, origin = _read(grammar, "--grammar")
+    return _make_grammar(Grammar.written, text, f"--grammar: {origin}")
+
+
+def _read(given: str, option: str) -> tuple[str, str]:
+    """(the text, where it is from)"""
+    check_text(given, option)
+    try:
+        is_file = expand_home(given).exists()
+    except (OSError, ValueError):  # no path: too long, or with a NUL
+        is_file = False
+    if is_file:
+        return read_file(expand_home(given), option), given
+    shown = given if len(given) <= 40 else f"{given[:40]}…"
+    return given, f"{shown!r}, of which there is no file,"
+
+
+def _make_grammar(make: Callable[[str], Grammar], text: str, origin: str) -> Grammar:
+    try:
+        return make(text)
+    except GrammarError as error:
+        raise BadInputError(f"{origin} cannot be used: {error}") from error

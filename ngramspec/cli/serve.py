@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from ngramspec.cli import common, drafts
-from ngramspec.cli.common import BadInputError, check_text, option
+from ngramspec.cli.common import BadInputError, check_text, option, to_printable
 from ngramspec.cli.environment import add_environment
 from ngramspec.cli.flags import ENGINE, MODEL_HELP, SPECULATION, with_options
-from ngramspec.cli.hub_file import fetch_file
 from ngramspec.cli.interrupts import keep_interrupts
 from ngramspec.cli.serve_options import ServerOptions
 from ngramspec.config import EngineConfig
@@ -198,3 +199,14 @@ def _run_server(
         log.stop()
     if is_loading:
         os._exit(0)  # Python's finalisation would stop the thread that loads anywhere, and extension modules would report what it holds
+
+
+def fetch_file(name: str) -> Path:
+    """Return the file that `org/name[:QUANT]` names, its first part if it has several. Raises BadInputError, ModelNotFoundError."""
+    repository, _, quant = name.partition(":")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise BadInputError(f"-hf: must be org/name or org/name:QUANT, such as Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M, got {name!r}")
+    from ngramspec.models.hub import GgufName, download_gguf
+
+    wanted = GgufName(repository, quant or None, None)
+    return download_gguf(wanted, lambda message: typer.echo(f"ngramspec: {to_printable(message)}", err=True))

@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from ngramspec.cli import hub_file
+from ngramspec.cli import serve
 from ngramspec.cli.common import BadInputError
 from ngramspec.cli.environment import check_names, read_environment
 from ngramspec.config import EngineConfig
@@ -72,7 +72,7 @@ def test_without_a_preferred_file_the_first_is_chosen() -> None:
 @pytest.mark.parametrize("name", ["name", "org/name/file.gguf", "", "org/na me"])
 def test_what_names_no_repository_is_told(name: str) -> None:
     with pytest.raises(BadInputError, match="-hf: must be"):
-        hub_file.fetch_file(name)
+        serve.fetch_file(name)
 
 
 def test_all_parts_are_fetched_and_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_all_parts_are_fetched_and_the_first_is_named(monkeypatch: pytest.Monkey
     about = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in FILES])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: about)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **_: fetched.append(file) or f"/cache/{name}/{file}")
-    assert hub_file.fetch_file("org/name:Q8_0") == Path("/cache/org/name") / FILES[2]
+    assert serve.fetch_file("org/name:Q8_0") == Path("/cache/org/name") / FILES[2]
     assert fetched == FILES[2:4]
 
 
@@ -101,6 +101,6 @@ def test_without_a_connection_the_cache_is_used(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(huggingface_hub, "snapshot_download", find_cached)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download_cached)
     (tmp_path / FILES[1]).touch()
-    assert hub_file.fetch_file("org/cached") == tmp_path / FILES[1]
+    assert serve.fetch_file("org/cached") == tmp_path / FILES[1]
     with pytest.raises(ModelNotFoundError, match="Name or service not known"):
-        hub_file.fetch_file("org/other:Q4_K_M")
+        serve.fetch_file("org/other:Q4_K_M")

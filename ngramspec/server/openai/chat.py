@@ -242,7 +242,7 @@ class _ChatHandler(CompletionHandler):
 
 def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
     """Raises ApiError (400)."""
-    turns = make_turns(body.messages)
+    turns = read_turns(body.messages, _turn)
     answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if goes_on and answer_follows:
         why = "only with add_generation_prompt false: a message goes on, or another begins"
@@ -310,11 +310,6 @@ def join_text(content: str | Sequence[Part], where: str, separator: str = "") ->
             raise make_field_error(f"{where}[{i}]", f"only parts of type 'text', got {part.type[:40]!r}", "not_supported")
         texts.append(require(part.text, f"{where}[{i}].text"))
     return separator.join(texts)
-
-
-def make_turns(messages: Sequence[Message]) -> list[Turn]:
-    """Raises ApiError (400)."""
-    return read_turns(messages, _turn)
 
 
 def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ngramspec.backends.cpu.codegen import arm_features, targets
-from ngramspec.backends.cpu.codegen.arm_features import parse_cpuinfo, translate_sysctl
+from ngramspec.backends.cpu.codegen import targets
+from ngramspec.backends.cpu.codegen.targets import parse_cpuinfo, translate_sysctl
 from ngramspec.backends.cpu.sysctl import parse_sysctl
 
 NEOVERSE_N1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
@@ -82,7 +82,7 @@ def test_targets_of_an_arm_processor(monkeypatch: pytest.MonkeyPatch, features: 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64", "x86_64"])
 def test_the_system_is_asked_on_arm_alone(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
-    monkeypatch.setattr(arm_features.platform, "machine", lambda: machine)
-    monkeypatch.setattr(arm_features.sys, "platform", "darwin")
-    monkeypatch.setattr(arm_features, "read_sysctl", lambda names: dict.fromkeys(names, 1))
-    assert arm_features.detect_arm_features() == ({} if machine == "x86_64" else {"dotprod": True, "i8mm": True})
+    monkeypatch.setattr(targets.platform, "machine", lambda: machine)
+    monkeypatch.setattr(targets.sys, "platform", "darwin")
+    monkeypatch.setattr(targets, "read_sysctl", lambda names: dict.fromkeys(names, 1))
+    assert targets.detect_arm_features() == ({} if machine == "x86_64" else {"dotprod": True, "i8mm": True})
