@@ -174,7 +174,7 @@ def open_passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = Fa
 
     `{"rows": [n, ...], "context": c, "prefill": p}` -> `{"rows": {n: ms}, "prefill": ms}`: a pass of each of these row counts after c
     tokens, and one over p tokens without any. Logits of the last row alone, which is the least that it can do.
-    `{"text": t}` -> `{}` when the first token after the text is there, `{"more": n}` -> `{}` when so many others are.
+    `{"text": t}` -> `{}` when the first token after the text is there, `{"more": n}` -> `{}` when n others are.
     `{"ids": [...], "first": f, "file": path}` -> `{"vocab": v}`: the logits after each token from f on, in a file of float32 [n - f, v].
     Needs `every_logit`, which keeps those of `max_len` tokens.
     """
@@ -190,7 +190,7 @@ def open_passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = Fa
     streams = {}
 
     def evaluate(start: int, end: int) -> float:
-        """Milliseconds of the tokens from `start` on, after those before it; what came later is forgotten, if the model can."""
+        """Return milliseconds of the tokens from `start` on, after those before it; what came later is forgotten, if the model can."""
         if start and not forgets:
             start, end = model.n_tokens, model.n_tokens + end - start
         model.n_tokens = start
@@ -228,9 +228,9 @@ def open_passes(gguf: str, *, threads: int, max_len: int, every_logit: bool = Fa
 
 
 def open_ours(name: str, **settings: object) -> Opened:
-    """The engine, opened as `ngramspec complete` opens it, with what that imports. Requests:
+    """Return the engine, opened as `ngramspec complete` opens it, with what that imports. Requests:
 
-    `{"text": t}` -> `{}` when the first token after the text is there, `{"more": n}` when so many others are, or the text has ended ->
+    `{"text": t}` -> `{}` when the first token after the text is there, `{"more": n}` when n others are, or the text has ended ->
     `{"kv_bytes": b, "props": {...}}`: bytes of those blocks of the KV pool that something was written to, and what `/props` says.
     """
     import numpy as np

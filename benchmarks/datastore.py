@@ -41,8 +41,8 @@ from ngramspec.datastore.numba_intrinsics import pointer
 from ngramspec.datastore.reader import Datastore
 
 BATCH, MAX_MATCH, STEPS = 64, 64, 32
+# Tokens that a sequence may need: its first context and the most it can be ahead after STEPS.
 MIN_DOCUMENT = 64 + 24 * STEPS
-"""Tokens that a sequence may need: its first context and the most it can be ahead after STEPS."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"open": r
 
 
 def measure_lookups(store: Datastore, corpus: Corpus, first: int, last: int, follow: bool, repeat: int) -> dict[str, float]:
-    """Microseconds per sequence: of a batch's share, of one sequence in compiled code, and of calls from Python with one sequence.
+    """Return microseconds per sequence: of a batch's share, of one sequence in compiled code, and of calls from Python with one sequence.
 
     Sequences begin in documents first..last-1. Following is what decoding does: each step appends what the tree got right, and one more.
     Otherwise every context is of another place. A batch and single sequences never see the same context. CPU time tells a slow look-up
@@ -196,7 +196,7 @@ class Group:
         self.matcher = Matcher([store.snapshot], BATCH, max_match=MAX_MATCH)
 
     def contexts(self) -> np.ndarray:
-        """[BATCH, MAX_MATCH] int32, newest first."""
+        """Return [BATCH, MAX_MATCH] int32, newest first."""
         back = self.places[:, None] - 1 - np.arange(MAX_MATCH)
         return self.tokens[back].astype(np.int32)
 
@@ -212,7 +212,7 @@ class Group:
 
 @njit
 def accepted(work, b, text):
-    """Length of the path of the batch's tree b that is the text's beginning."""
+    """Return the length of the path of the batch's tree b that is the text's beginning."""
     start = carray(pointer(work[OUT_START]), BATCH + 1, np.int64)
     tokens = carray(pointer(work[OUT_TOKENS]), start[BATCH], np.int32)
     parents = carray(pointer(work[OUT_PARENTS]), start[BATCH], np.int32)
@@ -232,7 +232,7 @@ _MONOTONIC = int(time.CLOCK_MONOTONIC)
 
 @njit
 def time_alone(work, contexts, fresh, ns):
-    """Nanoseconds of each sequence's look-up [B], called one by one from compiled code."""
+    """Return nanoseconds of each sequence's look-up [B], called one by one from compiled code."""
     slot, now = np.zeros(1, np.int32), np.zeros(2, np.int64)
     for b in range(len(fresh)):
         slot[0] = b
@@ -258,7 +258,7 @@ def ensure_store(args: argparse.Namespace) -> Corpus:
 
 
 def documents_in_store(corpus: Corpus, n_tokens: int) -> int:
-    """Documents that the store has: the first ones that make n_tokens."""
+    """Return documents that the store has: the first ones that make n_tokens."""
     return min(int(np.searchsorted(corpus.offsets, n_tokens)), len(corpus.offsets) - 1)
 
 
@@ -296,7 +296,7 @@ def make_corpus(path: Path, model: str, n_tokens: int) -> None:
 
 
 def write_store(folder: Path, corpus: Corpus, n_tokens: int) -> None:
-    """One segment of the corpus's first documents."""
+    """Write one segment of the corpus's first documents."""
     n_docs, vocab_size = documents_in_store(corpus, n_tokens), len(corpus.line_ends)
     offsets, dtype = corpus.offsets[: n_docs + 1], layout.choose_token_dtype(vocab_size)
     names = [f"{i}.py".encode() for i in range(n_docs)]

@@ -179,7 +179,7 @@ def run_crash(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_corpus(home: Path, paths: list[Path], *, megabytes: int | None = None, files: int | None = None) -> int:
-    """Copy documents into a folder: evenly spaced ones until they have so many megabytes, or the smallest so many -> how many."""
+    """Copy documents into a folder: evenly spaced ones until they have these megabytes, or the smallest ones -> how many."""
     found = list(corpus.walk_corpus(corpus.resolve_sources(paths), PYTHON, corpus.Skipped()))
     if files is not None:
         chosen = sorted(found, key=lambda document: len(document.text))[:files]
@@ -200,7 +200,7 @@ def tokenize_alone(tokenizer: Tokenizer, documents: list[corpus.Document]) -> No
 
 
 def watch_latencies(store: Path, tokenizer: Tokenizer, name: str, files: list[Path], repeat: int) -> list[float]:
-    """Seconds from the end of a save to a reader's having the generation with it."""
+    """Return seconds from the end of a save to a reader's having the generation with it."""
     stop, ready = threading.Event(), threading.Event()
     watcher = threading.Thread(target=watch, args=(store, tokenizer, name), kwargs={"stop": stop, "on_ready": lambda sources: ready.set()})
     watcher.start()
@@ -226,7 +226,7 @@ def watch_latencies(store: Path, tokenizer: Tokenizer, name: str, files: list[Pa
 
 @contextlib.contextmanager
 def peak_memory(out: dict[str, Any]) -> Iterator[None]:
-    """The process's largest resident memory meanwhile, out["peak_mb"]; its largest ever where the system does not forget."""
+    """Return the process's largest resident memory meanwhile, out["peak_mb"]; its largest ever where the system does not forget."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     yield

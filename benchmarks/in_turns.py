@@ -26,13 +26,13 @@ class InTurns:
         self._since = time.perf_counter()
 
     def clock(self, name: str) -> float:
-        """Seconds that this engine has had."""
+        """Return seconds that this engine has had."""
         with self._changed:
             return self._seconds[name] + (time.perf_counter() - self._since if self._whose == name else 0.0)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A step of this engine, which waits for its turn."""
+        """Make a step of this engine wait for its turn."""
         with self._changed:
             self._changed.wait_for(lambda: name not in self._made or self._whose == name)
         yield
@@ -41,7 +41,7 @@ class InTurns:
                 self._pass_on()
 
     def made(self, name: str, n_tokens: int) -> None:
-        """This engine made so many tokens more."""
+        """Add tokens that this engine made."""
         self._made[name] += n_tokens
 
     def leave(self, name: str) -> None:

@@ -4,7 +4,7 @@
         [--temperatures T,T] [--concurrency C,C] [--rounds R] [--datastore FOREIGN] [--unrelated F.jsonl] [--disturbed]
         [--log F.jsonl]
 
-Every set of prompts is completed at every temperature with so many requests under way, the next one coming as one ends, by an engine that
+Every set of prompts is completed at every temperature with several requests under way, the next one coming as one ends, by an engine that
 drafts and by one that does not, which take turns of half a second (`in_turns`): what disturbs the machine disturbs both. Rates are those
 from when as many texts have ended as run at a time until the last request begins (`steady`): in between one begins for each that ends, with
 drafts and without, so that both have as many prompts to compute for a text. Before, all begin together; behind it fewer and fewer run,
@@ -15,7 +15,7 @@ each round. Requests of a round know each other's answers, nobody else's. With `
 `SETTLED` passes taught it since.
 
 Progress goes to standard error, a table and a last line of JSON to standard output. `host_ms`: the median of what steps took beyond their
-passes, which is waited for here. `passes`: by rows, how many steps lately, what they were foretold to take, and took. `by_source`: draft
+passes, which is waited for here. `passes`: by rows, how many steps lately, what they were predicted to take, and took. `by_source`: draft
 nodes, the sum of their probabilities, and those that were accepted.
 """
 
@@ -84,11 +84,11 @@ class LoadedEngine:
         self.engine.core.timing = StepTimer(cost, self.clock)
 
     def clock(self) -> float:
-        """Seconds."""
+        """Return seconds."""
         return time.perf_counter() if self._turns is None else self._turns.clock(self.name)
 
     def run(self, prompts: list[Prompt], params: SamplingParams, concurrency: int, turns: InTurns, runs: Runs) -> None:
-        """Complete these prompts, so many at a time."""
+        """Complete these prompts, some at a time."""
         self._turns = turns
         made, begun = list[tuple[float, int]](), list[float]()
         try:
@@ -107,8 +107,8 @@ class LoadedEngine:
 
     @contextmanager
     def _watched(self, turns: InTurns, host_ms: list[float], made: list[tuple[float, int]]) -> Iterator[None]:
-        """Steps wait for their turn. Adds what each takes beyond its pass (of several in one call, their mean), and when it was over with
-        how many tokens. The engine is idle before and after."""
+        """Have steps wait for their turn. Adds what each takes beyond its pass (of several in one call, their mean), and when it was over
+        with how many tokens. The engine is idle before and after."""
         core, runner, timing = self.engine.core, self.engine.runner, self.engine.core.timing
         step, forward, natively, count, passes_ms = core.step, runner.forward, core.native_steps.run, timing.add_tokens, list[float]()
 
@@ -207,7 +207,7 @@ def names(args: argparse.Namespace) -> list[str]:
 
 
 def opened(name: str, args: argparse.Namespace) -> Engine:
-    """A contender's."""
+    """Return a contender's engine."""
     stores = [args.datastore] if name == "store" else []
     return Engine(args.model, max_seqs=max_seqs(args), datastore=stores, progress=say, **common.get_engine_options(args))
 
@@ -218,7 +218,7 @@ def max_seqs(args: argparse.Namespace) -> int:
 
 
 def most_prompts(args: argparse.Namespace, concurrency: int) -> int:
-    """Return the most prompts of a set in a cell with so many requests under way."""
+    """Return the most prompts of a set in a cell with this number of requests under way."""
     return args.limit if concurrency == 1 else WAVES * max(args.limit, concurrency)
 
 
@@ -256,7 +256,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def disturbed_cost(args: argparse.Namespace) -> CostModel:
-    """What a first start believes that passes cost while every core computes something else."""
+    """Return what a first start believes that passes cost while every core computes something else."""
     with (
         tempfile.TemporaryDirectory() as cache,
         mock.patch.dict(os.environ, NGRAMSPEC_CACHE=cache),
@@ -299,7 +299,7 @@ class Cell:
 
 
 def cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
-    """A row of the JSON document."""
+    """Return a row of the JSON document."""
     params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
     runs = {each.name: Runs() for each in contenders}
     rounds = 1 if what.concurrency == 1 else args.rounds
@@ -358,14 +358,14 @@ def steady(begun: list[float], concurrency: int, start: float, end: float) -> tu
 
 
 def rate(full: list[tuple[int, float]]) -> float:
-    """Tokens a second."""
+    """Return tokens a second."""
     return sum(n for n, _ in full) / max(sum(seconds for _, seconds in full), 1e-9)
 
 
 def flow(
     engine: Engine, prompts: list[Prompt], params: SamplingParams, concurrency: int, begins: Callable[[], None] = lambda: None, **hints: Any
 ) -> list[Completion]:
-    """The completions of prompts, so many at a time. `begins` is called when one begins, in any thread."""
+    """Return the completions of prompts, some at a time. `begins` is called when one begins, in any thread."""
 
     def complete(prompt: Prompt) -> Completion:
         begins()

@@ -42,7 +42,7 @@ class RecordedText:
     output: list[int]
     prediction: list[int] | None = None
     top: tuple[np.ndarray, np.ndarray] | None = None
-    """The model's own likeliest tokens at each output position [n, KEPT] int64 and their logits [n, KEPT] float32, if recorded."""
+    """The model's own most likely tokens at each output position [n, KEPT] int64 and their logits [n, KEPT] float32, if recorded."""
 
 
 def find_edited_text(row: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ def open_url(address: ServerAddress, path: str, body: Any = None) -> Any:
 
 @contextlib.contextmanager
 def serve(model: str, environment: Mapping[str, str] | None = None, **settings: Any) -> Iterator[ServerProcess]:
-    """TimedRun `ngramspec serve --model MODEL` with settings as options until the block ends. `max_seqs=8`: --max-seqs 8, `x=True`: --x.
+    """Run `ngramspec serve --model MODEL` with settings as options until the block ends. `max_seqs=8`: --max-seqs 8, `x=True`: --x.
 
     Raises RuntimeError, with the end of what the server wrote, if it does not become healthy or does not end by itself when asked.
     """

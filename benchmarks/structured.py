@@ -40,9 +40,10 @@ from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.tokenizer.encode import Encoding
 
+# Most characters, most members, greatest number.
 STRING, LIST, NUMBER = 160, 6, 1_000_000
-"""Most characters, most members, greatest number."""
 SIZES, ROWS = (49_152, 152_064), 2000
+# Such as a call of a tool.
 CALL = {
     "type": "object",
     "properties": {
@@ -61,7 +62,6 @@ CALL = {
     "required": ["name", "arguments"],
     "additionalProperties": False,
 }
-"""Such as a call of a tool."""
 SETTINGS = ("limit", "max_tokens", "temperature", "seed", "precision")
 
 
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON document of a comparison on this engine."""
+    """Return the JSON document of a comparison on this engine."""
     prompts = common.read_prompts(args.prompts, engine.tokenizer, args.limit)
     with args.prompts.open(encoding="utf-8") as file:
         schemas = [schema_of(json.loads(line)) for line in file if line.strip()][: len(prompts)]
@@ -211,7 +211,7 @@ def percentiles(took: list[float]) -> dict[str, float]:
 
 
 def micro(seed: int, sizes: Sequence[int] = SIZES, rows: int = ROWS) -> dict[str, Any]:
-    """The JSON document of `--micro`."""
+    """Return the JSON document of `--micro`."""
     found = []
     for size in sizes:
         say(f"a vocabulary of {size:,} tokens")
@@ -241,7 +241,7 @@ def synthetic(size: int, seed: int) -> Any:
 
 
 def row_times(grammars: Grammars, size: int, seed: int, rows: int) -> list[float]:
-    """Milliseconds of the thread's own time for each row, of texts that begin anew where they are whole."""
+    """Return milliseconds of the thread's own time for each row, of texts that begin anew where they are whole."""
     random, row, took = np.random.default_rng(seed), np.zeros(size, np.float32), []
     compiled = [grammars.compile(Grammar.json_schema(schema)) for schema in (CALL, {"type": "object"})]
     apply_mask(row, compiled[0].mask())  # is compiled
@@ -266,7 +266,7 @@ def row_times(grammars: Grammars, size: int, seed: int, rows: int) -> list[float
 
 
 def schema_of(row: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a row's answer."""
+    """Return the schema of a row's answer."""
     if isinstance(row.get("schema"), dict):
         return dict(row["schema"])
     try:
@@ -280,7 +280,7 @@ def schema_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def functions_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those that the system message lists."""
+    """Return those that the system message lists."""
     text = next((message["content"] for message in row.get("messages", ()) if message["role"] == "system"), "")
     try:
         listed = json.JSONDecoder().raw_decode(text[text.index("[") :])[0]
@@ -295,7 +295,7 @@ def fixed(properties: dict[str, Any], required: list[str] | None = None) -> dict
 
 
 def like(value: Any) -> dict[str, Any]:
-    """What has the form of this value: its keys, its types, and twice its lengths."""
+    """Return what has the form of this value: its keys, its types, and twice its lengths."""
     match value:
         case dict():
             return fixed({key: like(each) for key, each in value.items()})
@@ -309,7 +309,7 @@ def like(value: Any) -> dict[str, Any]:
 
 
 def bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """A function's parameters as they are declared there, in JSON Schema's words and with an end."""
+    """Return a function's parameters as they are declared there, in JSON Schema's words and with an end."""
     if isinstance(schema.get("enum"), list) and schema["enum"]:
         return {"enum": schema["enum"]}
     match schema.get("type"):

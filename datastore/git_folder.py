@@ -65,7 +65,7 @@ class GitRepository:
         return _is_true(self._read_settings().get("core.ignorecase", ""))
 
     def read_excludes(self) -> bytes:
-        """Its own ignore rules, which are not part of the tree."""
+        """Return its own ignore rules, which are not part of the tree."""
         return _read_or_empty(self.common, "info/exclude")
 
     def _read_settings(self) -> dict[str, str]:

@@ -169,7 +169,7 @@ def _parse_link(data: bytes, size: int) -> SplitIndex | None:
 
 
 def _take_bitmap(data: bytes) -> tuple[bytes, bytes]:
-    """(The first bitmap of some bytes, what follows it.)"""
+    """Return (the first bitmap of some bytes, what follows it)."""
     if len(data) < 12:
         raise IndexFormatError("a bitmap of its shared index is damaged")
     length = 8 + 8 * int.from_bytes(data[4:8], "big") + 4

@@ -76,8 +76,8 @@ class LineEnds:
         return _to_crlf(np.ascontiguousarray(tokens, np.int32), self._start, self._ids)
 
     def translate_trees(self, start: np.ndarray, tokens: np.ndarray, parents: np.ndarray, contexts: np.ndarray) -> Translated:
-        """Trees with LF -> with CRLF. `contexts` [B] int8, what each tree goes on from: LF, which leaves it as it is, CRLF, or BEGUN: a CR
-        whose LF is not there yet."""
+        """Return trees with LF as trees with CRLF. `contexts` [B] int8, what each tree goes on from: LF, which leaves it as it is, CRLF, or
+        BEGUN: a CR whose LF is not there yet."""
         made = _translate_trees(start, tokens, parents, contexts, self._cr_token, self._start, self._ids)
         return Translated(made[0], *(array[: made[0][-1]] for array in made[1:]))
 
@@ -113,7 +113,7 @@ def _encode_runs(encoder: Encoder, texts: list[str], behind: str = "a") -> list[
 
 
 def _flatten_rows(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of different lengths, flat: row i is at start[i] .. start[i + 1]."""
+    """Return rows of different lengths, flat: row i is at start[i] .. start[i + 1]."""
     start = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=start[1:])
     return start, np.concatenate([*rows, np.zeros(0, np.int32)]).astype(np.int32)

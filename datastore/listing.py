@@ -222,7 +222,7 @@ class Listing:
 
 
 def _is_ignored(scopes: Sequence[Scope], path: bytes, is_folder: bool) -> bool:
-    """git's rule: the innermost file that says anything about a path decides."""
+    """Return git's rule: the innermost file that says anything about a path decides."""
     for rules, skip in reversed(scopes):
         verdict = rules.match_path(path[skip:], is_folder)
         if verdict is not None:

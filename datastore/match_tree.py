@@ -97,7 +97,7 @@ def build_tree(work, rows, slot, offset):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _choose_bucket(work, c):
-    """0 for a chance of 1, then 4 buckets an octave: exponent and two bits of the mantissa, read from the number's bits."""
+    """Return 0 for a chance of 1, then 4 buckets an octave: exponent and two bits of the mantissa, read from the number's bits."""
     return min(max((1023 << 2) - (load_i64(work[col.CHANCES] + 8 * c) >> 50), 0), col.N_BUCKETS - 1)
 
 

@@ -271,5 +271,5 @@ def _make_allow_list(given: dict[str, Any]) -> _AllowList:
 
 
 def compute_entropy(data: bytes) -> float:
-    """Bits per byte, by how often each byte occurs in the text itself."""
+    """Return bits per byte, by how often each byte occurs in the text itself."""
     return -sum(n / len(data) * math.log2(n / len(data)) for n in Counter(data).values())

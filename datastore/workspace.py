@@ -199,7 +199,7 @@ def find_environment(path: Path) -> Path | None:
 
 
 def _read_named_environments(tree: ConfinedFolder) -> list[str]:
-    """`venvPath` and `venv` of Pyright's settings, relative to the tree."""
+    """Return `venvPath` and `venv` of Pyright's settings, relative to the tree."""
     try:
         with tree.open("pyproject.toml") as file:
             text = file.read(corpus.MAX_FILE_SIZE + 1)

@@ -14,8 +14,8 @@ from ngramspec.field_docs import document_fields
 from ngramspec.options import ChoiceOf, Flag, Integer, Number, TextKind, check, option
 
 _MODEL, _SPECULATION = "Model and device", "Speculation"
+# The commands that decode with drafts from all sources; beam search has its own.
 _DECODING = ("complete", "serve")
-"""The commands that decode with drafts from all sources; beam search has its own."""
 
 
 @dataclass(frozen=True, slots=True)

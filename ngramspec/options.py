@@ -172,7 +172,7 @@ class Option:
 
 
 def option(default: Any, kind: Kind, meaning: str, **more: Any) -> Any:
-    """A field of a dataclass of settings. `default`: a value, or a function that makes one; `meaning` and `more`: see `Option`."""
+    """Return a field of a dataclass of settings. `default`: a value, or a function that makes one; `meaning` and `more`: see `Option`."""
     metadata = {"option": {"kind": kind, "help": meaning, **more}}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -189,11 +189,11 @@ def _options(settings: Any) -> dict[str, Option]:
 
 
 def options_of(settings: type) -> dict[str, Option]:
-    """The options of a dataclass by name, in its order."""
+    """Return the options of a dataclass by name, in its order."""
     return _options(settings)
 
 
 def check(settings: Any) -> None:
-    """Every field of a dataclass of settings against its option. Raises InvalidInputError for the first that is out of bounds."""
+    """Check every field of a dataclass of settings against its option. Raises InvalidInputError for the first that is out of bounds."""
     for name, each in options_of(type(settings)).items():
         each.check(getattr(settings, name))

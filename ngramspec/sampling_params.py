@@ -19,8 +19,8 @@ MAX_SEED, MAX_NEGATIVE_SEED = 2**64 - 1, 2**63
 MAX_STOPS = 64
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 100
+# Divisors of logits; with smaller ones what they divide would leave float32.
 LEAST_TEMPERATURE, LEAST_PENALTY = 1e-6, 1e-3
-"""Divisors of logits; with smaller ones what they divide would leave float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ SEQUENCE = np.dtype(
     align=True,
 )
 
+# States of a sequence: it goes on; it ended by a stop rule or at its limit; its last token is -1, since none could be picked.
 RUNNING, STOP, LENGTH, UNPICKED = range(4)
-"""States of a sequence: it goes on; it ended by a stop rule or at its limit; its last token is -1, since none could be picked."""
 
 STEP_RECORD = np.dtype(
     [
@@ -47,10 +47,10 @@ STEP_RECORD = np.dtype(
     align=True,
 )
 
+# Source of a token that no draft contained.
 NO_SOURCE = 255
-"""Source of a token that no draft contained."""
 
+# One call makes at most MAX_STEPS steps, and begins none after MAX_MS milliseconds: a new request waits no longer than that.
 MAX_STEPS, MAX_MS = 16, 100.0
-"""One call makes at most so many steps, and begins none after so many milliseconds: a new request waits no longer than that."""
+# Most tokens that a sequence can get in one call; n-gram tables get room for them before it.
 MAX_NEW_TOKENS = 128
-"""Most tokens that a sequence can get in one call; n-gram tables get room for them before it."""

@@ -298,17 +298,17 @@ def _default(value: object) -> str:
 
 def request_fields() -> str:
     """Return a table with a row for all fields of one fate and reason, with the routes that have them."""
-    from ngramspec.server.field_support import FIELDS, ROUTES, Fate
+    from ngramspec.server.field_support import FIELDS, ROUTES, FieldSupport
 
     lines = ["| fields | routes | fate | what they do, or why not | asks for nothing |", "|---|---|---|---|---|"]
     parameters = set(options_of(SamplingParams))
-    for fate in (Fate.DONE, Fate.ACCEPTED, Fate.REFUSED):
+    for fate in (FieldSupport.DONE, FieldSupport.ACCEPTED, FieldSupport.REFUSED):
         for row in FIELDS:
-            if row.fate is fate and not (fate is Fate.DONE and parameters.issuperset(row.names) and row.why == _help(row.names[0])):
+            if row.fate is fate and not (fate is FieldSupport.DONE and parameters.issuperset(row.names) and row.why == _help(row.names[0])):
                 names = ", ".join(f"`{name}`" for name in row.names)
                 routes = "all" if row.routes == ROUTES else ", ".join(f"`{route}`" for route in row.routes)
                 neutral = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral) or "–"
-                lines.append(f"| {names} | {routes} | {fate.value} | {row.why} | {neutral if fate is Fate.REFUSED else '–'} |")
+                lines.append(f"| {names} | {routes} | {fate.value} | {row.why} | {neutral if fate is FieldSupport.REFUSED else '–'} |")
     return "\n".join(lines)
 
 

@@ -30,16 +30,16 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in so
 LIMITS = {  # a limit may only fall
     "class names with two meanings": 0,
     "file names with two meanings": 0,
-    "bare-word function names, percent": 24,
-    "bare-word function names that are no listed verb": 320,
+    "bare-word function names, percent": 22,
+    "bare-word function names that are no listed verb": 318,
     "functions with more than 9 arguments": 34,
     "modules over 500 lines": 0,
     "docstrings that begin with a preposition": 0,
-    "function docstrings without a sentence": 241,
-    "module constants explained below": 61,
-    "replaced words in docstrings": 34,
+    "function docstrings without a sentence": 51,
+    "module constants explained below": 0,
+    "replaced words in docstrings": 0,
     "replaced words in pages": 0,
-    "replaced names in code": 3,
+    "replaced names in code": 1,
 }
 
 SHARED_FILE_NAMES = {"__init__.py", "__main__.py", "base.py", "errors.py", "schemas.py", "routes.py"}  # the same thing in each package
@@ -75,11 +75,12 @@ NAME_VERBS = words(
 # Verbs that a sentence may have besides.
 OTHER_VERBS = words(
     """
-    allow appear arrange arrive assign assume become believe belong bound break bring carry cast cause change come consist
-    contain continue cost cover create declare define depend differ divide do drive ensure equal exceed exist explain express
-    fall feed forbid give go guess happen have hold ignore include invert keep know lack last lead leave let lie limit live look
-    lose make mean name need note obey occupy occur offer own pass pay point prefer produce promise protect reach rest satisfy
-    say see seem serve share sit stand state stay succeed support teach tell test think treat turn understand unroll vary work
+    advance allow appear arrange arrive assign assume become believe belong bound break bring carry cast cause change
+    combine come consist contain continue convolve cost cover create declare define depend differ divide do drive ensure
+    equal exceed exist explain express fall feed forbid give go guess happen have hold ignore include increment invert
+    keep kill know lack last lead leave let lie limit live look lose make map mean name need note obey occupy occur
+    offer own pass pay point prefer produce promise protect queue reach rest satisfy say see seem serve share sit stack
+    stage stand state stay succeed support teach tell test think treat turn understand unroll vary work
     """
 )
 FINITE = words(

@@ -341,7 +341,7 @@ def losses(model: Mix, samples: Samples, kinds: np.ndarray) -> dict[str, float]:
 
 
 def to_weights(model: Mix) -> tree_builder.Weights:
-    """The package's arrays; what external drafters say starts from its plain meaning."""
+    """Return the package's arrays; what external drafters say starts from its plain meaning."""
     weights = make_cold_weights()
     weights.states[: features.EXTERNAL] = model.states.detach().numpy()
     weights.states[: features.EXTERNAL, 0] = 0.0

@@ -47,6 +47,7 @@ MODELS = {
     "hybrid": "recurrent layers",
     "moe": "experts",
 }
+# The targets by name: the third each belongs to (0: none), the seconds it may take, what it does.
 PARTS: dict[str, tuple[int, int, Callable[[Plan], Named]]] = {
     "tests": (1, 240, parts.tests),
     "floor": (1, 45, parts.floor),
@@ -59,7 +60,6 @@ PARTS: dict[str, tuple[int, int, Callable[[Plan], Named]]] = {
     "generate": (3, 300, parts.generate),
     "moe": (0, 400, parts.measure_experts),
 }
-"""The targets by name: the third each belongs to (0: none), the seconds it may take, what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -200,7 +200,7 @@ def make_document(plan: Plan, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def reached(target: dict[str, Any], plan: Plan, known: dict[str, Any]) -> dict[str, Any]:
-    """A target with its value in the parts' figures, None where it was not measured."""
+    """Return a target with its value in the parts' figures, None where it was not measured."""
     figures = {name: part["figures"] for name, part in known.items()}
     values, value, met = [], None, None
     for path in target["figure"]:
@@ -218,7 +218,7 @@ def reached(target: dict[str, Any], plan: Plan, known: dict[str, Any]) -> dict[s
 
 
 def show_intent(plan: Plan, names: Sequence[str]) -> None:
-    """What would be measured, and what each figure of it should be."""
+    """Print what would be measured, and what each figure of it should be."""
     print("With a device this would measure:")
     for name in names:
         third, limit, part = PARTS[name]
@@ -234,7 +234,7 @@ def show_intent(plan: Plan, names: Sequence[str]) -> None:
 
 
 def part_of(path: str) -> str:
-    """The part whose figures a target's path leads through."""
+    """Return the part whose figures a target's path leads through."""
     return path.partition("/")[0]
 
 

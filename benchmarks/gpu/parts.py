@@ -38,13 +38,13 @@ from ngramspec.speculative.base import Candidates, SequenceInfo
 from ngramspec.speculative.single import SingleDrafter
 
 STATIC, LOOKUP = {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 10}
+# transformers' ways to generate; with a static cache on a GPU it compiles its forward by itself.
 GENERATE: dict[str, dict[str, Any]] = {
     "hf eager": {},
     "hf static, compiled": STATIC,
     "hf prompt lookup": LOOKUP,
     "hf prompt lookup, static": STATIC | LOOKUP,
 }
-"""transformers' ways to generate; with a static cache on a GPU it compiles its forward by itself."""
 N_GENERATED, PROMPT_LENGTH = 6, 192
 # Passes in a profile.
 PROFILED = 5
@@ -88,12 +88,12 @@ class Plan:
 
 
 def smallest() -> str:
-    """SmolLM2 with its real weights where its package is installed, else its shape."""
+    """Return SmolLM2 with its real weights where its package is installed, else its shape."""
     return "smollm2" if importlib.util.find_spec(SMOLLM2_PACKAGE) else Plan.small
 
 
 def open_engine(plan: Plan, model: str, **options: Any) -> Engine:
-    """An engine without a tokenizer: the parts hand it token ids, and measure passes, not text."""
+    """Return an engine without a tokenizer: the parts hand it token ids, and measure passes, not text."""
     if not plan.device.startswith("cuda"):
         options.pop("linears", None)
     return Engine(model, device=plan.device, dtype=plan.dtype, kv_memory=plan.kv_bytes, progress=say, **options)
@@ -107,7 +107,7 @@ def release(plan: Plan) -> None:
 
 
 def tokenizer_for(plan: Plan, model: str, vocab_size: int) -> Any:
-    """The plan's tokenizer, else the model's own, else words."""
+    """Return the plan's tokenizer, else the model's own, else words."""
     if plan.tokenizer is not None:
         return load_tokenizer(plan.tokenizer)
     return common.WordTokenizer(vocab_size) if model.startswith(PREFIX) else load_tokenizer(model)
@@ -120,7 +120,7 @@ def open_weights(plan: Plan, model: str) -> Any:
 
 
 def read_weights(plan: Plan, model: str) -> tuple[int, Figures]:
-    """Bytes of weights that a pass of the model reads, and how fast the device can."""
+    """Return bytes of weights that a pass of the model reads, and how fast the device can."""
     n_bytes = step.count_weight_bytes(open_weights(plan, model))
     found = bandwidth(plan.device, n_bytes)
     release(plan)
@@ -149,13 +149,13 @@ def tests(plan: Plan) -> Named:
 
 
 def floor(plan: Plan) -> Named:
-    """How fast the device reads its memory, over as many bytes as the models' weights."""
+    """Return how fast the device reads its memory, over as many bytes as the models' weights."""
     for model in dict.fromkeys((plan.large, plan.small, plan.hybrid)):
         yield model, read_weights(plan, model)[1]
 
 
 def passes(plan: Plan) -> Named:
-    """Milliseconds of a pass by rows and by contexts, against the reading of the weights."""
+    """Return milliseconds of a pass by rows and by contexts, against the reading of the weights."""
     for model in dict.fromkeys((plan.large, plan.small, plan.hybrid)):
         n_bytes, read = read_weights(plan, model)
         with open_engine(plan, model) as engine:
@@ -169,7 +169,7 @@ def passes(plan: Plan) -> Named:
 
 
 def by_context(engine: Engine, plan: Plan, n_bytes: int, gb_s: float) -> dict[str, Figures]:
-    """Median milliseconds of a pass of one row behind texts of so many tokens, against the reading of weights, keys and values."""
+    """Return median milliseconds of a pass of one row after texts of these lengths, against the reading of weights, keys and values."""
     token_bytes = sum(2 * heads * dim for heads, dim in engine.runner.shapes) * getattr(torch, plan.dtype).itemsize
     fitting = [n for n in plan.contexts if n + 1 < min(engine.max_model_len, engine.runner.pool.n_tokens)]
     medians = common.measure_medians({str(n): partial(engine.time_pass, 1, n) for n in fitting}, plan.repeat)
@@ -187,7 +187,7 @@ def by_rows(engines: dict[str, Engine], plan: Plan) -> dict[str, dict[str, float
 
 
 def kernels(plan: Plan) -> Named:
-    """Which kernels a pass of the large model consists of."""
+    """Return which kernels a pass of the large model consists of."""
     with open_engine(plan, plan.large) as engine:
         for rows in (1, 8):
             run = partial(engine.time_pass, rows, plan.context)
@@ -244,7 +244,7 @@ def host_share(plan: Plan, write: Callable[..., Completion]) -> Figures:
 
 
 def exactness(plan: Plan) -> Named:
-    """What row-invariant products cost against the vendor library's own choice."""
+    """Return what row-invariant products cost against the vendor library's own choice."""
     with open_engine(plan, plan.large) as exact, open_engine(plan, plan.large, linears="vendor") as vendor:
         ms = by_rows({"exact": exact, "vendor": vendor}, plan)
         ratio = {rows: round(t / ms["vendor"][rows], 4) for rows, t in ms["exact"].items()}
@@ -332,10 +332,10 @@ def identity_prompts(plan: Plan, engine: Engine, model: str, n: int) -> list[lis
 def compare_texts(
     engine: Engine, prompts: list[list[int]], params: Mapping[tuple[int, ...], SamplingParams], batches: Sequence[int]
 ) -> Figures:
-    """How many texts are the reference's, by way of drafting and batch."""
+    """Return how many texts are the reference's, by way of drafting and batch."""
 
     def write(batch: int, **way: Any) -> tuple[list[list[int]], float]:
-        """The texts, `batch` prompts at a time, and tokens per pass."""
+        """Return the texts, `batch` prompts at a time, and tokens per pass."""
         ours = OurEngine(engine, lambda ids: params[tuple(ids)], **way)
         runs = [ours.complete(group) for group in decode.cut_groups(prompts, batch)]
         return [text for run in runs for text in run.outputs], add_stats(runs).tokens_per_pass

@@ -39,7 +39,7 @@ def device_ms(device: str, work: Callable[[], object], repeat: int = 12) -> floa
 
 
 def bandwidth(device: str, n_bytes: int) -> dict[str, Any]:
-    """GB/s of reading, and of copying with reads and writes counted, over a buffer of so many bytes; the larger is the floor's."""
+    """GB/s of reading, and of copying with reads and writes counted, over a buffer of `n_bytes`; the larger is the floor's."""
     words = max(n_bytes // 8 * 2, 2)
     buffer, half = torch.ones(words, dtype=torch.float32, device=device), words // 2
     ms = {"read_gb_s": device_ms(device, buffer.sum), "copy_gb_s": device_ms(device, lambda: buffer[:half].copy_(buffer[half:]))}
@@ -49,7 +49,7 @@ def bandwidth(device: str, n_bytes: int) -> dict[str, Any]:
 
 
 def profiled(device: str, work: Callable[[], object]) -> list[Kernel]:
-    """What the device ran meanwhile, whichever thread asked for it; nothing on a CPU."""
+    """Return what the device ran meanwhile, whichever thread asked for it; nothing on a CPU."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -74,7 +74,7 @@ def busy_us(kernels: Iterable[Kernel]) -> float:
 
 
 def kernel_table(kernels: list[Kernel], n_passes: int, n_layers: int) -> dict[str, Any]:
-    """Kernels by name, those that take most first: how many a pass, microseconds a pass, share of all."""
+    """Return kernels by name, those that take most first: how many a pass, microseconds a pass, share of all."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name].append(kernel.end_us - kernel.start_us)

@@ -30,8 +30,8 @@ from benchmarks.report.text import write_report
 from ngramspec import Engine, SamplingParams
 
 ROOT = Path(__file__).parents[2]
+# The drafter `layers` is this part of the model's layers.
 LAYERS_SHARE = 3
-"""The drafter `layers` is this part of the model's layers."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, Any]:
-    """The document: what is known, and what is measured now."""
+    """Return the document: what is known, and what is measured now."""
     settings = {
         "model": args.model,
         "dtype": engine.props()["dtype"],
@@ -99,7 +99,7 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
 
 
 def loads(path: Path, model: str) -> dict[str, Any] | None:
-    """What `benchmarks.loads` has measured of this model; None: nothing."""
+    """Return what `benchmarks.loads` has measured of this model; None: nothing."""
     document = json.loads(path.read_text(encoding="utf-8").splitlines()[-1]) if path.is_file() else {}
     return document if document.get("model") == model else None
 
@@ -122,7 +122,7 @@ def write(document: dict[str, Any], out: Path) -> None:
 
 
 def commit() -> str:
-    """The last commit of the package, with a + where files differ from it; "unknown" outside a repository."""
+    """Return the last commit of the package, with a + where files differ from it; "unknown" outside a repository."""
 
     def git(*command: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout.strip()

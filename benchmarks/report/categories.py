@@ -73,7 +73,7 @@ def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: in
 
 
 def repository(package: str, tokenizer: Any, folder: Path, limit: int, longest: int) -> Category:
-    """Functions of every eighth file of an installed package, and in `folder` a datastore of the others. Raises ValueError."""
+    """Return functions of every eighth file of an installed package, and in `folder` a datastore of the others. Raises ValueError."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         raise ValueError(f"there is no installed package {package!r}")

@@ -16,7 +16,7 @@ DEPTHS = 8
 
 
 def is_single(name: str) -> bool:
-    """A drafter alone, whose drafts are accepted by the walk."""
+    """Return whether this is one drafter alone, whose drafts are accepted by the walk."""
     return name not in (OFF, MERGED, NO_STORE, PREDICTED, *CURVES, *NAMES) and not name.endswith(REJECTION)
 
 
@@ -25,12 +25,12 @@ def find(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def place_of(row: Row) -> Row:
-    """The block of a row."""
+    """Return the block of a row."""
     return {"category": row["category"], "temperature": row["temperature"]}
 
 
 def rows_of(cells: Iterable[Cell], n_prompts: int | None = None) -> list[Row]:
-    """One row per cell, of its first prompts or of all of them."""
+    """Return one row per cell, of its first prompts or of all of them."""
     return [row_of(cell, n_prompts) for cell in cells]
 
 
@@ -56,7 +56,7 @@ def speedups(cell: Cell) -> list[float]:
 
 
 def acceptance_by_depth(cells: Sequence[Cell]) -> list[float | None]:
-    """Accepted over drafted nodes at depths 1, 2, …; None where none was drafted."""
+    """Return accepted over drafted nodes at depths 1, 2, …; None where none was drafted."""
 
     def at(name: str, depth: int) -> int:
         return sum(cell[name][depth] for cell in cells if depth < len(cell[name]))
@@ -66,7 +66,7 @@ def acceptance_by_depth(cells: Sequence[Cell]) -> list[float | None]:
 
 
 def pooled(cells: Sequence[Cell], n_prompts: int | None = None) -> list[Row]:
-    """One row per contender and temperature over all categories that it was in; speedups by their geometric mean."""
+    """Return one row per contender and temperature over all categories that it was in; speedups by their geometric mean."""
     result = []
     for temperature, name in sorted({(cell["temperature"], cell["contender"]) for cell in cells}):
         some = find(cells, temperature=temperature, contender=name)
@@ -88,7 +88,7 @@ def pooled(cells: Sequence[Cell], n_prompts: int | None = None) -> list[Row]:
 
 
 def against_best(cells: Sequence[Cell]) -> list[Row]:
-    """All drafters together over the best one alone, which is chosen for each category and measure when all is known.
+    """Return all drafters together over the best one alone, which is chosen for each category and measure when all is known.
 
     Each pair is compared on the prompts that both were measured on: `speed` by the clock, the geometric mean over prompts; `cost` by what
     the passes cost, `tokens` by their number, over all prompts together; `flat` like `tokens`, with drafts that are told that rows cost
@@ -124,12 +124,12 @@ def against_best_followed(rows: Sequence[Row]) -> list[Row]:
 
 
 def beside(a: Cell, b: Cell) -> list[float]:
-    """How many times as fast a is, for each prompt that both were measured on."""
+    """Return how many times as fast a is, for each prompt that both were measured on."""
     return [ours / theirs for ours, theirs in zip(speedups(a), speedups(b), strict=False)]
 
 
 def over(a: Cell, b: Cell, what: str) -> float:
-    """How many times the tokens a has for so many of `what`, on the prompts that both were measured on."""
+    """Return how many times as many tokens a has for each of `what`, on the prompts that both were measured on."""
     n = min(len(a["tokens"]), len(b["tokens"]))
     ours, theirs = (sum(cell["tokens"][:n]) / sum(cell[what][:n]) for cell in (a, b))
     return ours / theirs
@@ -174,7 +174,7 @@ def reliability(cells: Iterable[Cell]) -> list[Row]:
 
 
 def rejection_rows(cells: Iterable[Cell]) -> list[Row]:
-    """Tokens per pass of the same drafter under both ways to accept, per category."""
+    """Return tokens per pass of the same drafter under both ways to accept, per category."""
     rows, result = rows_of(cells), []
     for row in rows:
         name = row["contender"].removesuffix(REJECTION)

@@ -46,18 +46,18 @@ OFF, MERGED, NO_STORE, PREDICTED = "off", "merged", "merged, no datastore", "mer
 TABLES, LOOKUP, STORE = "n-gram tables", "prompt lookup", "datastore"
 REJECTION = ", rejection"
 TEXTS = "texts"
+# Costs of a row, as shares of a pass, that the merged drafts are told for the frontier.
 SLOPES = (0.32, 0.08, 0.02, 0.005, 0.00125)
-"""Costs of a row, as shares of a pass, that the merged drafts are told for the frontier."""
 CURVES = {f"merged, a row costs {slope:g}": slope for slope in SLOPES}
 LOOKED_UP = 10
 MAX_SEQS = 12
 CURVE_ROUNDS = 2
+# The most prompts of a category, for what is slow.
 ROUNDS = {"hf-assisted": 1, "layers": CURVE_ROUNDS}
-"""The most prompts of a category, for what is slow."""
+# The drafters of `benchmarks.replay` that the report names.
 REPLAYED = ("pld-hf", "ngram-vllm", "arctic", "arctic-tree-f4", "arctic-tree-f4+cache", "rest-16", "rest-32")
-"""The drafters of `benchmarks.replay` that the report names."""
+# The share of the time that is for measuring by the clock.
 SHARE = 0.8
-"""The share of the time that is for measuring by the clock."""
 
 
 def code_digest() -> str:
@@ -98,12 +98,12 @@ class Bench:
         return SamplingParams(max_tokens=self.settings["max_tokens"], temperature=temperature, seed=self.settings["seed"], **more)
 
     def key(self, category: Category, temperature: float, contender: str) -> dict[str, Any]:
-        """All that a cell depends on."""
+        """Return all that a cell depends on."""
         asked = common.hash_outputs(prompt.ids for prompt in category.prompts)
         return {**self.settings, "category": category.name, "asked": asked, "temperature": temperature, "contender": contender}
 
     def speculators(self, category: Category) -> dict[str, Make]:
-        """All drafters together, with and without the category's datastore, and each alone."""
+        """Return all drafters together, with and without the category's datastore, and each alone."""
         store, V = category.store, self.engine.vocab_size
 
         def merged(*, stored: bool = True, **options: Any) -> TreeProposer:
@@ -148,14 +148,14 @@ class Bench:
         return SingleDrafter(drafter, vocab_size=self.engine.vocab_size, spec_length=SPEC_LENGTH, spec_rows=SPEC_ROWS, draws=draws)
 
     def _peer(self, name: str) -> Contender:
-        """A process that is started when it is first wanted. Raises PeerAbsentError."""
+        """Return a process that is started when it is first wanted. Raises PeerAbsentError."""
         if name not in self._running:
             say(f"starting {name}")
             self._running[name] = self._peers[name]()
         return self._running[name]
 
     def open(self, makes: dict[str, Callable[[], Contender]]) -> dict[str, Contender]:
-        """Those that can be; the reasons of the others are kept."""
+        """Open the contenders that can be; keep why the others cannot."""
         found = {}
         for name, make in makes.items():
             try:
@@ -167,12 +167,12 @@ class Bench:
 
 
 def rounds_of(name: str) -> int:
-    """Prompts of a category that a contender takes part in."""
+    """Return prompts of a category that a contender takes part in."""
     return CURVE_ROUNDS if name in CURVES else ROUNDS.get(name.removesuffix(REJECTION).partition(":")[0], sys.maxsize)
 
 
 def measure(bench: Bench, state: ResultLog, categories: Sequence[Category], temperatures: Sequence[float], started: float) -> list[Cell]:
-    """Every cell, those that are missing measured now. `started`: when the time began, by `time.perf_counter`."""
+    """Return every cell; measure those that are missing. `started`: when the time began, by `time.perf_counter`."""
     cells, blocks = list[Cell](), []
     for temperature, category in itertools.product(temperatures, categories):
         makes = bench.contenders(category, temperature)
@@ -239,7 +239,7 @@ def cell_of(name: str, runs: list[TimedRun], off: list[TimedRun]) -> Cell:
 
 
 def followed(bench: Bench, state: ResultLog, categories: Sequence[Category], temperatures: Sequence[float]) -> list[dict[str, Any]]:
-    """The same comparison on more texts than the clock has time for: one row per category, temperature and drafter.
+    """Return the same comparison on more texts than the clock has time for: one row per category, temperature and drafter.
 
     The engine writes every prompt's text, many at once, and they are kept in the state. Then drafters alone and all together follow it as
     the walk would, and pay for each pass what the engine has measured. That counts passes and rows, not what drafting takes; and the
@@ -262,7 +262,7 @@ def followed(bench: Bench, state: ResultLog, categories: Sequence[Category], tem
 
 
 def _texts(bench: Bench, state: ResultLog, category: Category, temperature: float) -> list[dict[str, Any]]:
-    """What the model writes for every prompt of a category that is followed, and its own candidates at each token."""
+    """Return what the model writes for every prompt of a category that is followed, and its own candidates at each token."""
     key = bench.key(category, temperature, TEXTS) | {"followed": common.hash_outputs(prompt.ids for prompt in category.followed)}
     if state.get(key) is None:
         say(f"writing {len(category.followed)} texts: {category.name} at {temperature:g}")
@@ -274,13 +274,14 @@ def _texts(bench: Bench, state: ResultLog, category: Category, temperature: floa
 
 
 def _trace(text: dict[str, Any]) -> RecordedText:
-    """The pass that ends the prompt gives the first token and has no draft."""
+    """Return a trace in which the pass that ends the prompt gives the first token, without a draft."""
     top = np.array(text["top_ids"][1:], np.int64), np.array(text["top_logprobs"][1:], np.float32)
     return RecordedText([*text["prompt"], text["output"][0]], text["output"][1:], top=top)
 
 
 def replay_peers(cells: Iterable[Cell], categories: Sequence[Category], folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Tokens per pass of drafters that have no engine here, on the texts that the model wrote at temperature 0; and who is absent."""
+    """Return tokens per pass of drafters that have no engine here, on the texts that the model wrote at temperature 0; and who is
+    absent."""
     rows, absent = list[dict[str, Any]](), dict[str, str]()
     kinds = {category.name: category for category in categories}
     for cell in (cell for cell in cells if cell["contender"] == OFF and cell["temperature"] == 0):

@@ -35,7 +35,7 @@ RATE = "tokens per second; plain decoding = 1"
 
 
 def draw(folder: Path, document: dict[str, Any]) -> None:
-    """All that the report shows. Those of temperature 0 only where it was measured."""
+    """Draw all that the report shows. Those of temperature 0 only where it was measured."""
     greedy = find(document["rows"], temperature=0)
     _draw_drafters(folder / "drafters.svg", greedy, document["categories"])
     if 0 in document["settings"]["temperatures"]:
@@ -75,7 +75,7 @@ def _draw_speed(path: Path, rows: Sequence[Row], fastest: dict[str, Row]) -> Non
 
 
 def _draw_frontier(path: Path, rows: Sequence[Row]) -> None:
-    """Tokens per pass over rows per pass: a point per drafter, a curve for all together by what they are told a row costs."""
+    """Draw tokens per pass over rows per pass: a point per drafter, a curve for all together by what they are told a row costs."""
     with _picture(path, 7.2, 4.2) as axes:
 
         def plot(some: Sequence[Row], **look: Any) -> None:
@@ -99,7 +99,7 @@ def _draw_frontier(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _draw_drafters(path: Path, rows: Sequence[Row], categories: Sequence[str]) -> None:
-    """Speedups at temperature 0, per category: a dot per drafter, all together as a bar across."""
+    """Draw speedups at temperature 0, per category: a dot per drafter, all together as a bar across."""
     with _picture(path, 7.2, 3.8) as axes:
         for x, category in enumerate(categories):
             for row in find(rows, category=category, contender=MERGED):
@@ -114,7 +114,7 @@ def _draw_drafters(path: Path, rows: Sequence[Row], categories: Sequence[str]) -
 
 
 def _draw_acceptance(path: Path, rows: Sequence[Row]) -> None:
-    """Accepted over drafted nodes by depth, over all categories."""
+    """Draw accepted over drafted nodes by depth, over all categories."""
     with _picture(path, 7.2, 3.6) as axes:
         for name, colour in ({MERGED: OURS} | _colours(rows)).items():
             (row,) = find(rows, contender=name)
@@ -129,8 +129,8 @@ def _draw_acceptance(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _draw_reliability(path: Path, rows: Sequence[Row]) -> None:
-    """Accepted over verified nodes against what they were believed to be, a dot for each source and level, full at temperature 0; its area
-    is the number of nodes."""
+    """Draw accepted over verified nodes against what they were believed to be, a dot for each source and level, full at temperature 0; its
+    area is the number of nodes."""
     with _picture(path, 5.2, 4.6) as axes:
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
         for name, colour in zip(sorted({row["source"] for row in rows}), COLOURS, strict=False):

@@ -21,17 +21,17 @@ TITLES, WHAT = WORDS["titles"], WORDS["what"]
 
 
 def write_report(document: dict[str, Any]) -> str:
-    """The whole text."""
+    """Return the whole text."""
     rows, peers = document["rows"], document["against_peers"]
     names = list(dict.fromkeys(row["contender"] for row in rows))
     replayed = [row | {"contender": row["drafter"]} for row in document["replayed"]]
 
     def mean_over(peer: str) -> float:
-        """How many times as fast the engine is, over all categories."""
+        """Return how many times as fast the engine is, over all categories."""
         return statistics.geometric_mean(row["ratio"] for row in find(peers, peer=peer))
 
     def crossed(names: Sequence[str], rows: Sequence[Row], cell: str, titles: Mapping[str, str] | None = None) -> str:
-        """A table of contenders by categories."""
+        """Return a table of contenders by categories."""
         table = [["", *document["categories"]], ["---", *["---:"] * len(document["categories"])]]
         for name in names:
             found = [find(rows, contender=name, category=category) for category in document["categories"]]
@@ -100,7 +100,7 @@ def _listed(ratios: Mapping[str, float]) -> str:
 
 
 def _below(ratios: Mapping[str, float]) -> str:
-    """Those below 1."""
+    """Return those below 1."""
     return _listed({name: ratio for name, ratio in ratios.items() if ratio < 1})
 
 

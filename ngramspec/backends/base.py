@@ -104,7 +104,7 @@ class NativeForward(Protocol):
 
     `inputs` is a numba structref. Compiled code sets its fields `input_ids positions wanted items owners tables bases paths blocks offsets
     parents roots ends` (`wanted` is `Batch.logits_rows`, the others are named as in `Batch`), gives it room for the results in `logits
-    tokens values fine greedy`, and sets `state` to 0. After `run`, `greedy` [N] has the likeliest token after each of the N rows whose
+    tokens values fine greedy`, and sets `state` to 0. After `run`, `greedy` [N] has the most likely token after each of the N rows whose
     logits were wanted, tokens[0] and values[0] [N, n_best] the top-k, and logits [N, :vocab_size] the logits.
     """
 
@@ -218,12 +218,12 @@ class Runner(ABC):
         raise UnsupportedModelError(f"drafts from the first layers are not made on {self.device}")
 
     def keep_states(self, wanted: bool) -> None:
-        """Whether outputs from now on have hidden states. Raises UnsupportedModelError on a device that does not provide them."""
+        """Set whether outputs from now on have hidden states. Raises UnsupportedModelError on a device that does not provide them."""
         if wanted:
             raise UnsupportedModelError(f"drafts from hidden states are not made on {self.device}")
 
     def keep_candidates(self, wanted: bool) -> None:  # noqa: B027  # a device that does not tell has them computed by whoever wants them
-        """Whether outputs from now on should have candidates."""
+        """Set whether outputs from now on should have candidates."""
 
     def enlarge_page(self) -> bool:
         """Make later passes read some weights faster, while nothing else is to do; return whether more is left. Takes milliseconds."""
@@ -234,7 +234,7 @@ class Runner(ABC):
         return None
 
     def run(self, spans: list[Span]) -> torch.Tensor:
-        """A pass over these spans; logits [N, V] float32 on the host, which no other pass writes."""
+        """Run a pass over these spans; return logits [N, V] float32 on the host, which no other pass writes."""
         import torch
 
         return torch.from_numpy(self._logits_of(spans))
@@ -246,7 +246,7 @@ class Runner(ABC):
     # ------------------------------------------------------------------ proofs and measurements
 
     def slot_for_tests(self, n_slots: int) -> int:
-        """A free sequence slot with room for so many tokens, for a check or a measurement; release it. Raises OutOfMemoryError."""
+        """Return a free sequence slot with room for `n` tokens, for a check or a measurement; release it. Raises OutOfMemoryError."""
         slot = int(np.flatnonzero(self.pool.n_blocks_of == 0)[0])
         if not self.pool.reserve(slot, n_slots):
             raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
@@ -271,15 +271,16 @@ class Runner(ABC):
             log.warning("exactness: numerical (rows depend on their number: %s)", what)
 
     def mismatch(self, error: float) -> UnsupportedModelError:
-        """The error to raise for logits that are this far from transformers' own."""
+        """Return the error to raise for logits that are this far from transformers' own."""
         return UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
 
     def self_test(self) -> bool:
-        """Whether logits of a prompt in chunks, a chain and a tree are bitwise those of the same tokens in other chunks and one by one."""
+        """Test whether logits of a prompt in chunks, a chain and a tree are bitwise those of the same tokens in other chunks and one by
+        one."""
         return self.rows_are_independent(self._logits_of, 20)
 
     def rows_are_independent(self, compute: Callable[[list[Span]], np.ndarray], n_prompt: int) -> bool:
-        """Whether rows of a prompt in chunks, a chain and a tree are bitwise those of the same tokens in other chunks and one by one.
+        """Test whether rows of a prompt in chunks, a chain and a tree are bitwise those of the same tokens in other chunks and one by one.
 
         `compute` makes a pass over spans and returns rows [N, any], the last of which belong to the root and the nodes of the last span.
         """
@@ -311,7 +312,7 @@ class Runner(ABC):
             self.pool.release(slot)
 
     def time_pass(self, rows: int, context: int) -> float:
-        """Milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
+        """Return milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
         slot = self.slot_for_tests(context + rows)
         try:
             tokens = np.random.default_rng(0).integers(0, self.vocab_size, rows).astype(np.int32)  # equal ones would go to the same experts
@@ -342,7 +343,7 @@ class Runner(ABC):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a pass failed for want of memory, the host's or a device's."""
+    """Return whether a pass failed for want of memory, the host's or a device's."""
     torch = sys.modules.get("torch")
     return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 
@@ -380,8 +381,8 @@ def kv_shapes(model: PreTrainedModel, device: torch.device) -> list[tuple[int, i
     return [probe.seen[layer] for layer in sorted(probe.seen)]
 
 
+# What a configuration calls layers that can be computed.
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
-"""What a configuration calls layers that can be computed."""
 
 
 def _get_layer_types(model: PreTrainedModel) -> list[str]:

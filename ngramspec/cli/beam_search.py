@@ -29,7 +29,7 @@ def beam(
     quiet: Annotated[bool, option(OUTPUT, "No progress.", "--quiet", "-q")] = False,
     engine_settings: dict[str, Any],
 ) -> None:
-    """Find the likeliest completions of a text by beam search, with drafts: the same ones, in fewer passes."""
+    """Find the most likely completions of a text by beam search, with drafts: the same ones, in fewer passes."""
     add_environment(engine_settings, "beam")
     text = common.read_prompt(prompt, file)
 

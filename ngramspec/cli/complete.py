@@ -185,7 +185,7 @@ def make_grammar(grammar: str | None, json_schema: str | None) -> Grammar | None
 
 
 def _read(given: str, option: str) -> tuple[str, str]:
-    """(the text, where it is from)"""
+    """Return (the text, where it is from)."""
     check_text(given, option)
     try:
         is_file = expand_home(given).exists()

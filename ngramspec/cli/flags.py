@@ -19,11 +19,11 @@ from ngramspec.errors import InvalidInputError
 from ngramspec.options import ChoiceOf, Flag, Integer, Number, Option, TextKind, TextList, options_of
 
 PROMPT, ENGINE, SAMPLING, SEARCH, SPECULATION, OUTPUT = "Prompt", "Model and device", "Sampling", "Search", "Speculation", "Output"
+# The order in which `--help` shows them; others follow as they come, and `OUTPUT` is last.
 _PANELS = (PROMPT, ENGINE, SAMPLING, SEARCH, SPECULATION)
-"""The order in which `--help` shows them; others follow as they come, and `OUTPUT` is last."""
 _TYPES: dict[type, Any] = {Integer: int, Number: float, Flag: bool, ChoiceOf: str, TextKind: str, TextList: list[str]}
+# The metavar of numbers of bytes, which are given as 2G.
 _SIZE = "SIZE"
-"""The metavar of numbers of bytes, which are given as 2G."""
 
 Prompt = Annotated[str | None, typer.Argument(help="Text to complete; - reads it from standard input, as does a pipe.")]
 PromptFile = Annotated[Path | None, option(PROMPT, "Take the prompt from this file.", "--file", "-f")]
@@ -100,7 +100,7 @@ def _flags(each: Option) -> tuple[str, ...]:
 
 
 def _is_negative(each: Option) -> bool:
-    """A switch that is on, and whose flag turns it off."""
+    """Return whether this is a switch that is on, and whose flag turns it off."""
     return each.default is True and "/" not in _flags(each)[0]
 
 
@@ -116,7 +116,7 @@ def _parameter(each: Option) -> inspect.Parameter:
 
 
 def _rank(parameter: inspect.Parameter) -> int:
-    """The place where the heading of a parameter stands in `--help`."""
+    """Return the place where the heading of a parameter stands in `--help`."""
     declared = [each for each in getattr(parameter.annotation, "__metadata__", ()) if hasattr(each, "rich_help_panel")]
     panel = declared[0].rich_help_panel if declared else None
     if panel is None:

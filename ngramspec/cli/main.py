@@ -124,7 +124,7 @@ def main() -> NoReturn:
 
 
 def exit_code(error: Exception) -> int | None:
-    """1 or 2 for an error that is to be told, None for a defect, which shows its traceback."""
+    """Return 1 or 2 for an error that is to be told, None for a defect, which shows its traceback."""
     if isinstance(error, MissingPackagesError):
         return 1
     if isinstance(error, BadInputError) or hasattr(error, "format_message"):  # typer's own: unknown option, missing value

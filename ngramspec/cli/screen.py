@@ -29,7 +29,7 @@ _VISIBLE = (
 
 @contextlib.contextmanager
 def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows what is going on: one line that changes, or a few lines where there is no terminal."""
+    """Return a function that shows what is going on: one line that changes, or a few lines where there is no terminal."""
     console = Console(stderr=True)
     if quiet:
         yield lambda message: None

@@ -27,7 +27,7 @@ _NAMED = 10  # unreadable files that a summary names
 
 @contextlib.contextmanager
 def show_progress(quiet: bool) -> Iterator[ProgressCallback]:
-    """A function to hand to a build: a bar in a terminal, elsewhere a line per stage and one every LINE_S seconds."""
+    """Return a function to hand to a build: a bar in a terminal, elsewhere a line per stage and one every LINE_S seconds."""
     screen = Console(stderr=True)
     if quiet:
         yield datastore_progress.ignore_progress
@@ -46,7 +46,7 @@ def show_progress(quiet: bool) -> Iterator[ProgressCallback]:
 
 
 def _limit_rate(draw: ProgressCallback, seconds: float) -> ProgressCallback:
-    """Draw at a new stage, and no more often than every so many seconds within one."""
+    """Draw at a new stage, and no more often than every few seconds within one."""
     last: tuple[str, float] = ("", 0.0)
 
     def tell(p: datastore_progress.Progress) -> None:

@@ -89,7 +89,7 @@ class NativeSteps:
         self._state: LoopState | None = None  # takes half a millisecond to make, so it is used again
 
     def can_run(self, rows: Several[ScheduledRows], rule: Acceptance) -> bool:
-        """Whether no sequence of these rows needs Python between their pass and the next one."""
+        """Return whether no sequence of these rows needs Python between their pass and the next one."""
         alone = self._fits and rule.matches_by_pass and all(map(_runs_natively, rows))
         return alone and all(map(rule.samples_on_device, [each.seq for each in rows]))
 

@@ -13,8 +13,8 @@ import numpy as np
 from ngramspec.datastore.code_cache import njit
 from ngramspec.sequence_table import LENGTH, RUNNING, STOP
 
+# `Choice.finish_reason` of each way to end.
 REASONS = {STOP: "stop", LENGTH: "length"}
-"""`Choice.finish_reason` of each way to end."""
 
 
 class Counters(Protocol):

@@ -11,9 +11,9 @@ from typing import Any
 
 MAX_PAIRS = 20_000  # pairs of positions of two terminals that are compared before one is divided to be safe (about 20 ms)
 
+# A rule over terminals: ("term", its regular expression), ("rule", name), ("token", text), ("seq", [Lowered …]), ("alt", [Lowered …]) or
+# ("repeat", Lowered, least, most).
 Lowered = tuple[Any, ...]
-"""A rule over terminals: ("term", its regular expression), ("rule", name), ("token", text), ("seq", [Lowered …]), ("alt", [Lowered …]) or
-("repeat", Lowered, least, most)."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""What the guests of all hosts ask at their border: is the host's version one that was tested, do the datastores fit its tokenizer, is what
-drafts need compiled.
+"""What the integrations of all hosts ask at their border: is the host's version one that was tested, do the datastores fit its tokenizer,
+is what drafts need compiled.
 
 Versions, folders and tokenizers enter; open stores, token ids and typed errors leave. Knows no host but by name.
 """

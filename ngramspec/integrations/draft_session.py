@@ -34,7 +34,7 @@ SLOPE = 0.06  # time that a row is assumed to add at first, as a share of a step
 
 @dataclass(slots=True)
 class _HostSequence:
-    """What the guest knows of a text of the host's."""
+    """What the session knows of a text of the host's."""
 
     slot: int
     buffer: np.ndarray  # [cap] int32
@@ -73,8 +73,8 @@ class Guest:
         slope: float = SLOPE,
     ) -> None:
         """`stops` end a draft; `stores`: open datastores by name, made with the host's tokenizer; `answers`: tokens of finished answers
-        that are remembered for each tenant; `recycle`: the host shows logits (`keep`); `steady`: no time is looked at, so that guests that
-        are told the same draft the same; `slope`: what a row is believed to take at first, as a share of a step.
+        that are remembered for each tenant; `recycle`: the host shows logits (`keep`); `steady`: no time is looked at, so that sessions
+        that are told the same draft the same; `slope`: what a row is believed to take at first, as a share of a step.
 
         Raises InvalidInputError.
         """
@@ -175,8 +175,8 @@ class Guest:
         """A text starts, or comes back, with these tokens [n], the last `n_output` of them its output; one under this key is given up.
 
         `prediction` [m] is the output that is expected; answers are shared within the `tenant`, None: with nobody; `datastores`: names of
-        those to draft from, None: all; `banned` tokens are never drafted; `stops`: instead of the guest's own; `temperature`: at which its
-        tokens are drawn, 0: the likeliest ones. Where no slot is free the text gives way that was not heard of for longest. Raises
+        those to draft from, None: all; `banned` tokens are never drafted; `stops`: instead of the session's own; `temperature`: at which
+        its tokens are drawn, 0: the most likely ones. Where no slot is free the text gives way that was not heard of for longest. Raises
         InvalidInputError, with nothing changed.
         """
         known = self._check_ids(tokens, "text")
@@ -207,7 +207,7 @@ class Guest:
         self._drafts.begin(slot, known, params)
 
     def sync(self, key: Hashable, tokens: Sequence[int] | np.ndarray, **hints: Any) -> bool:
-        """The text [n] as it is now: what is new is observed; one that does not go on from what was known begins, with the `hints` of
+        """Take the text [n] as it is now: what is new is observed; one that does not go on from what was known begins, with the `hints` of
         `begin`, and what was known is remembered as an answer. -> whether it began. Raises InvalidInputError.
 
         A step adds at most `depth` + 1 tokens: a text that grew by more has a new prompt.
@@ -237,7 +237,8 @@ class Guest:
         return tokens[text.n :] if tokens[first : text.n].tolist() == text.buffer[first : text.n].tolist() else None
 
     def observe(self, keys: Sequence[Hashable], accepted: Sequence[Sequence[int] | np.ndarray]) -> None:
-        """What a step appended to each text [k]: of its last draft what the model took, then the model's own token. Unknown keys: nothing.
+        """Learn what a step appended to each text [k]: of its last draft what the model took, then the model's own token. Unknown keys:
+        nothing.
 
         Several steps' tokens may come at once, where the host did not ask in between.
         """
@@ -265,9 +266,9 @@ class Guest:
             self._drafts.observe(np.array(slots, np.int32), new, paths)
 
     def keep(self, key: Hashable | None, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
-        """What the model holds likely behind the tokens `last` [n], each of which follows `before` [n] (-1: nothing): the text's last one,
-        then its draft's; those of several texts where the key is None. tokens [n, KEPT] int32, logits [n, KEPT] float32, likeliest first.
-        Before `observe`."""
+        """Keep what the model holds likely after the tokens `last` [n], each of which follows `before` [n] (-1: nothing): the text's last
+        one, then its draft's; those of several texts where the key is None. tokens [n, KEPT] int32, logits [n, KEPT] float32, most likely
+        first. Before `observe`."""
         if key is None or key in self._texts:
             behind = np.asarray(before, np.int32), np.asarray(last, np.int32)
             self._drafts.record_topk(*behind, np.asarray(tokens, np.int32), np.asarray(logits, np.float32))
@@ -300,7 +301,7 @@ class Guest:
         return [self._texts[key].drafted.copy() if len(tree) else [] for key, tree in zip(keys, trees, strict=True)]
 
     def took(self, rows: int, ms: float, *, has_prompt: bool = False) -> None:
-        """The step that was last drafted for carried so many rows, and it took so long from end to end; after its `observe`.
+        """The step that was last drafted for carried this many rows, and took this long from end to end; after its `observe`.
 
         `has_prompt`: some of its rows were a prompt's.
         """

@@ -1,9 +1,9 @@
 """Our drafts in transformers' `generate`: `model.generate(..., custom_generate=ngramspec.integrations.transformers.generate)`.
 
 transformers calls `generate` with its own preparations done; its assisted decoding runs with our chains as candidates, and so for every
-model that it can decode with assistance. A model has one guest, which remembers answers from call to call. Beside the candidates there are
-two corrections to assisted decoding: sampling draws row by row as plain sampling does, so that a seed gives the same text with drafts and
-without, and a stopping criterion ends the text where it would have ended without drafts, not behind the accepted tokens.
+model that it can decode with assistance. A model has one session, which remembers answers from call to call. Beside the candidates there
+are two corrections to assisted decoding: sampling draws row by row as plain sampling does, so that a seed gives the same text with drafts
+and without, and a stopping criterion ends the text where it would have ended without drafts, not behind the accepted tokens.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class BlockTables:
         return len(self.free) + len(self.cached)
 
     def count_blocks(self, n_positions: int) -> int:
-        """Return how many blocks hold so many positions."""
+        """Return how many blocks hold `n_positions` positions."""
         return -(-n_positions // BLOCK)
 
     def read_block(self, block: int) -> bytes:

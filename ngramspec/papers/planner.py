@@ -139,7 +139,7 @@ def estimate_run(document: Mapping[str, Any]) -> RunFigures:
 
 
 def _estimate_by_depth(accepted: Sequence[int], drafted: Sequence[int], drafts: int, passes: int) -> tuple[float, tuple[float, ...]]:
-    """alpha and `RunFigures.count_run` from nodes per depth."""
+    """Return alpha and `RunFigures.count_run` from nodes per depth."""
     reached = [min(n, drafts) for n in drafted]  # passes; exact for chains
     places = [min(n, before) for n, before in zip(reached, [drafts, *accepted], strict=False)]
     return sum(accepted) / sum(places) if sum(places) else 0.0, tuple(n / passes for n in reached)

@@ -43,8 +43,8 @@ from ngramspec.prompts.tool_calls.tool_prompt import (
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.tokenizer.encode import replace_lone_surrogates
 
+# The tools as OpenAI's chats declare them.
 Tools = Sequence[dict[str, Any]]
-"""The tools as OpenAI's chats declare them."""
 Hide = Callable[[str, str], str]
 
 
@@ -143,7 +143,7 @@ class Prompts:
     def chat(
         self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER, check: Callable[[str], None] | None = None
     ) -> list[int]:
-        """The model's own template over the messages, up to where its answer begins. Raises InvalidInputError where it refuses them.
+        """Return the ids of messages in the model's template, up to where its answer begins. Raises InvalidInputError if it refuses them.
 
         Control tokens in a message are text: each is hidden from the template and the tokenizer behind a random mark, and encoded apart.
         So is what the template could join with its own or another message's text to a control token, if it does. What the assistant is
@@ -258,7 +258,7 @@ class Prompts:
         return self._rendered(self._told(turns, tools, style, hide))
 
     def _told(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide) -> _Told:
-        """What the template is handed, with `hide(text, role)` in the place of each text."""
+        """Return what the template is handed, with `hide(text, role)` in the place of each text."""
         variables = {name: _hidden(value, hide) for name, value in style.variables.items()}
         ids = self._make_ids(turns, hide)
         return _Told([self._message(turn, hide, ids) for turn in turns], [_hidden(tool, hide) for tool in tools], style, variables)
@@ -275,8 +275,8 @@ class Prompts:
             raise InvalidInputError(f"the model's chat template refuses these messages: {str(e)[:200]}", param="messages") from None
 
     def _continued(self, told: _Told) -> str:
-        """The prompt up to the end of the last message, without the blanks there where the template strips them, as transformers has it.
-        Raises ValueError."""
+        """Return the prompt up to the end of the last message, without the blanks there if the template strips them, as transformers has
+        it. Raises ValueError."""
         (*before, last), end = told.messages, _nonce()
         rendered = self._template([*before, last | {"content": f"{last['content']}{end} "}], told.tools, False, **told.variables)
         text, found, behind = rendered.rpartition(end)
@@ -317,7 +317,7 @@ class Prompts:
         return _hidden(parsed, hide)
 
     def _template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer_follows: bool, **variables: Any) -> str:
-        """What the tokenizer's `apply_chat_template` says, within limits. Raises ValueError."""
+        """Return what the tokenizer's `apply_chat_template` says, within limits. Raises ValueError."""
         told = {"messages": [{name: value for name, value in message.items() if value is not None} for message in messages]}
         told |= {"tools": tools or None, "documents": None, "add_generation_prompt": answer_follows}  # type: ignore[dict-item]
         template = self._tokenizer.get_chat_template(None, tools or None)
@@ -370,14 +370,14 @@ class _Marks:
         self._nonce = _nonce()
 
     def put(self, text: str) -> str:
-        """A stand-in for the text; nothing for nothing."""
+        """Return a stand-in for the text; nothing for nothing."""
         if not text:
             return ""
         self.texts.append(text)
         return f"{self._nonce}{len(self.texts) - 1};"
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
-        """(text, whether it stood behind a mark), in order."""
+        """Return (text, whether it stood after a mark), in order."""
         cut = re.split(f"{self._nonce}([0-9]+);", rendered)
         pieces = [(self.texts[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(cut)]
         return [(text, is_user) for text, is_user in pieces if text]
@@ -387,8 +387,8 @@ def _nonce() -> str:
     return "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(16))
 
 
+# What templates read that no signature names.
 _TOLD = ("messages", "raise_exception", "strftime_now", "self", "caller", "loop")
-"""What templates read that no signature names."""
 _WORD = re.compile(r"[A-Za-z0-9_]*")
 
 
@@ -402,7 +402,7 @@ def _hidden(value: Any, hide: Hide) -> Any:
 
 
 def _short(number: str) -> str:
-    """The id of a call as Mistral's templates ask for it: nine letters and digits, here the digest of any other."""
+    """Return the id of a call as Mistral's templates ask for it: nine letters and digits, here the digest of any other."""
     return number if re.fullmatch("[a-zA-Z0-9]{9}", number) else hashlib.sha256(number.encode()).hexdigest()[:9]
 
 

@@ -20,11 +20,11 @@ from ngramspec.prompts.chat_template import before_text
 # (Bavarian et al., arXiv:2207.14255, section 3: SPM in the form that shares its tokens with the other order).
 Order = Literal["prefix-first", "suffix-first"]
 Window = int | Literal["any"]  # how many lines a window has that moves with the cursor; 0: there is none
+# The share of the room for both that the text before the cursor gets when neither it nor the text after it fits.
 PREFIX_SHARE = 0.75
-"""The share of the room for both that the text before the cursor gets when neither it nor the text after it fits."""
+# What is cut off is a multiple of a sixteenth of the room. Cut by single tokens, a long file's prompt would begin one token later at every
+# keystroke, and nothing of it could come from the prefix cache.
 STRIDES = 16
-"""What is cut off is a multiple of a sixteenth of the room. Cut by single tokens, a long file's prompt would begin one token later at
-every keystroke, and nothing of it could come from the prefix cache."""
 # A window's first line is looked for in its first quarter: in Python's installed packages it stays the same for 30 lines of the cursor's
 # way, and 31 of 256 lines are left out, in the mean.
 WINDOW_SHARE = 4
@@ -32,13 +32,13 @@ FEWEST_LINES = 32  # of a window, unless it is said how many it has
 # Of more than MANY_FILES further files the first ones are left out, but for the last FEWEST_FILES. llama.vim sends 16 and drops about three
 # at every place that is visited; 60 functions of trio were written with 400,000 computed tokens of prompts instead of 1,060,000.
 MANY_FILES, FEWEST_FILES = 8, 4
+# Stands before a text that must be encoded as if text came before it; no vocabulary merges it with anything.
 _MARK = "\N{WHITE SMILING FACE}"
-"""Stands before a text that must be encoded as if text came before it; no vocabulary merges it with anything."""
+# Tokens that end a text, a turn or a document in one model or another; none of them is ever part of a middle.
 _ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|EOT|>", "▁<EOT>"),
     *("<|im_start|>", "<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|user|>", "<|assistant|>", "<|observation|>"),
 )
-"""Tokens that end a text, a turn or a document in one model or another; none of them is ever part of a middle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ def _angles(name: str, repo: str | None, file: str | None, **more: Any) -> Forma
     return Format(name, "<fim_prefix>", "<fim_suffix>", "<fim_middle>", repo, file, "<fim_pad>", **more)
 
 
+# All formats in the order in which they are tried: those that share tokens go from the one that needs most to the one that needs least.
 FORMATS = (
     # arXiv:2409.12186, and the README's example at repository level.
     _pipes("qwen", "<|repo_name|>", "<|file_sep|>"),
@@ -99,7 +100,6 @@ FORMATS = (
     Format("codestral", "[PREFIX]", "[SUFFIX]", None, bos=True, heading="+++++ {path}\n"),
     Format("glm", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
-"""All formats in the order in which they are tried: those that share tokens go from the one that needs most to the one that needs least."""
 
 
 class Fim:
@@ -125,7 +125,7 @@ class Fim:
 
     @classmethod
     def detect(cls, tokenizer: Any, order: Order = "prefix-first", window: Window = 0) -> Self | None:
-        """The format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
+        """Return the format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
 
         `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None. The rest: see
         `__init__`.
@@ -174,7 +174,7 @@ class Fim:
         return self._assemble(head, tail, [*lead, *chain.from_iterable(chunks)], current)
 
     def _around(self, path: str, repo: str) -> tuple[list[int], list[int]]:
-        """Ids of what stands before all further files, and of what names the file being edited."""
+        """Return ids of what stands before all further files, and of what names the file being edited."""
         form = self.format
         if form.file is None:
             return [], self._encode(form.heading.format(path=path), inner=True)
@@ -182,7 +182,7 @@ class Fim:
         return lead, [self._added[form.file], *self._encode(f"{path}\n")]
 
     def _last_files(self, files: Sequence[tuple[str, str]], left: int | None) -> list[list[int]]:
-        """Ids of the last files, as many as have room in `left` tokens."""
+        """Return ids of the last files, as many as have room in `left` tokens."""
         form = self.format
         chunks: list[list[int]] = []
         total = -1 if form.between_files else 0
@@ -200,7 +200,7 @@ class Fim:
         return chunks[::-1]
 
     def _assemble(self, head: list[int], tail: list[int], context: list[int], current: list[int]) -> list[int]:
-        """The prompt. `context`: further files; `current`: what names the file being edited, where there are any."""
+        """Return the prompt. `context`: further files; `current`: what names the file being edited, where there are any."""
         form = self.format
         pre, suf = [self._added[form.prefix]], [self._added[form.suffix], *tail]
         mid = [self._added[form.middle]] if form.middle is not None else []
@@ -219,7 +219,7 @@ class Fim:
         return [*self._bos, *context, *parts]
 
     def _encode(self, text: str, *, inner: bool = False) -> list[int]:
-        """Ids of a text in which no control token is known. `inner`: without a blank that the tokenizer puts before any text."""
+        """Return ids of a text in which no control token is known. `inner`: without a blank that the tokenizer puts before any text."""
         marked = inner and self._has_implicit_blank
         encoding = self._plain.encode(_MARK + text if marked else text, add_special_tokens=False)
         ids: list[int] = encoding.ids
@@ -253,7 +253,7 @@ def _begin_files(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _shares(head: list[int], tail: list[int], room: int) -> tuple[list[int], list[int]]:
-    """The end of the one and the beginning of the other, together at most `room`, in multiples of a stride; see `STRIDES`."""
+    """Return the end of the one and the beginning of the other, together at most `room`, in multiples of a stride; see `STRIDES`."""
     stride = max(room // STRIDES, 1)
     for_tail = min(len(tail), max(room - int(room * PREFIX_SHARE), room - len(head)))
     for_head = room - for_tail
@@ -270,5 +270,5 @@ def _added(tokenizer: Any) -> dict[str, int]:
 
 
 def _beginning(tokenizer: Any, needed: bool) -> list[int]:
-    """What the tokenizer puts before every text, or the beginning-of-sequence token where one is needed and it puts nothing."""
+    """Return what the tokenizer puts before every text, or the beginning-of-sequence token where one is needed and it puts nothing."""
     return before_text(tokenizer) or ([tokenizer.bos_token_id] if needed and tokenizer.bos_token_id is not None else [])

@@ -51,7 +51,7 @@ class NotFiniteError(NgramspecError):
 
 @njit(cache=True, nogil=True)
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10: a counter of four and a key of two words of 32 bits, as uint64 → four words."""
+    """Compute Philox4x32-10: a counter of four and a key of two words of 32 bits, as uint64 → four words."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for _ in range(10):
         a = np.uint64(0xD2511F53) * c0

@@ -170,7 +170,7 @@ def _info(name: str, store: Datastore) -> DatastoreInfo:
 
 @contextlib.contextmanager
 def _as_api_errors(param: str) -> Iterator[None]:
-    """Errors of datastores, as answers to the administrator."""
+    """Raise errors of datastores as answers to the administrator."""
     try:
         yield
     except DatastoreLockedError as error:

@@ -27,15 +27,15 @@ from ngramspec.server.settings import Key, ServerSettings
 
 NAMES_LISTED = 20  # datastores that an error message names
 REFRESH_S = 1.0  # between two looks at the file of keys
+# (method, path template) of every route that answers without a key: nothing in them comes from a model or a store.
 OPEN = frozenset({("GET", "/live"), ("GET", "/health"), ("GET", "/v1/health"), ("GET", "/"), ("GET", "/static/{name}")})
-"""(method, path template) of every route that answers without a key: nothing in them comes from a model or a store."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+# A name or an IPv6 address, and maybe a port.
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::[0-9]{0,5})?")
-"""A name or an IPv6 address, and maybe a port."""
+# Headers by which a proxy says for whom it asks, beside `X-Forwarded-…`.
 _PROXIED = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "true-client-ip", "cf-connecting-ip"})
-"""Headers by which a proxy says for whom it asks, beside `X-Forwarded-…`."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -80,7 +80,7 @@ class Identity:
         return set(known) if self.stores is None else set(known) & self.stores
 
     def in_tree(self, name: str | None, trees: Repositories) -> Identity:
-        """Who asks at the address of a working tree; None: at the server's own. Several trees share neither answers nor cached prompts.
+        """Return who asks at the address of a tree; None: at the server's own. Several trees share neither answers nor cached prompts.
 
         Raises ApiError 404 where there is no such tree, or none that may be used.
         """
@@ -121,7 +121,7 @@ class Keyring:
         return len(self._keys)
 
     def find(self, given: bytes) -> Key | None:
-        """The key that was given. Compares with every one of them, in constant time each, whatever was given."""
+        """Return the key that was given. Compares with every one of them, in constant time each, whatever was given."""
         digest, found = _digest(given), None
         for known, key in self._keys:
             if hmac.compare_digest(known, digest):
@@ -153,7 +153,7 @@ async def identify(
     _: Annotated[object, Security(_bearer)] = None,  # these two stand for the key in the OpenAPI document
     __: Annotated[object, Security(_header)] = None,
 ) -> Identity:
-    """The dependency: who sends this request. Raises ApiError 401 where a key is needed and none of the server's is given."""
+    """Return who sends this request; a dependency of routes. Raises ApiError 401 if a key is needed and none of the server's is given."""
     state = request.app.state.server
     local = is_local(request)
     route = request.scope.get("route")
@@ -189,8 +189,8 @@ async def operator(request: Request, identity: Annotated[Identity, Depends(ident
 
 
 def check_site(headers: Headers, settings: ServerSettings) -> None:
-    """That a request which changes something was sent by a program, by a page of ours, or by one of a site that may: a browser says so,
-    whatever the request has for a body. Raises ApiError 403."""
+    """Check that a request which changes something was sent by a program, by a page of ours, or by one of a site that may: a browser says
+    so, whatever the request has for a body. Raises ApiError 403."""
     origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
     if origins and all(origin != "*" and origin in settings.cors_origins for origin in origins):
         return
@@ -214,7 +214,7 @@ def given_key(raw: Headers) -> bytes | None:
 
 
 def is_local(request: Request) -> bool:
-    """Whether a request comes from this machine. One that a proxy passed on does not, whoever sent it there."""
+    """Return whether a request comes from this machine. One that a proxy passed on does not, whoever sent it there."""
     if any(name in _PROXIED or name.startswith("x-forwarded-") for name in request.headers):
         return False
     if request.client is None:
@@ -259,7 +259,7 @@ def is_unix_socket(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind is reachable from this machine only."""
+    """Return whether an address to bind is reachable from this machine only."""
     if is_unix_socket(host):
         return True
     try:

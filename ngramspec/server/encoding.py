@@ -21,12 +21,12 @@ from ngramspec.server.metrics import Metrics
 
 T = TypeVar("T")
 
+# Characters of a request's texts that the lane of short ones takes; about 10 ms of a tokenizer's time.
 SHORT = 32 << 10
-"""Characters of a request's texts that the lane of short ones takes; about 10 ms of a tokenizer's time."""
+# Requests that wait in a lane; the next one is refused. A request of the largest body keeps the long lane for about a second.
 MAX_WAITING, MAX_WAITING_LONG = 512, 16
-"""Requests that wait in a lane; the next one is refused. A request of the largest body keeps the long lane for about a second."""
+# Seconds that one encoding may take before /health reports a problem.
 STUCK_S = 60
-"""Seconds that one encoding may take before /health reports a problem."""
 
 
 class Encoders:
@@ -73,7 +73,7 @@ class _Lane:
         return 0.0 if since is None else time.monotonic() - since
 
     def submit(self, tenant: str, size: int, work: Callable[[], T]) -> Future[T] | None:
-        """None if too many wait."""
+        """Queue the work; None if too many wait."""
         future: Future[T] = Future()
         with self._lock:
             if self._n_waiting >= self._max_waiting:

@@ -23,8 +23,8 @@ from ngramspec.errors import EngineClosedError, InvalidInputError, NgramspecErro
 from ngramspec.server.field_errors import describe_field_error
 
 INVALID = "invalid_request_error"
+# nginx's status for a client that went away; nobody reads it but the log.
 CLIENT_GONE = 499
-"""nginx's status for a client that went away; nobody reads it but the log."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
 _ANTHROPIC_TYPES = {413: "request_too_large"}  # where Anthropic's differ from those above
@@ -236,7 +236,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def translate_http_error(error: HTTPException, request: Request) -> ApiError:
-    """Starlette's own refusals: no such route, another method."""
+    """Return Starlette's own refusals as ours: no such route, another method."""
     status, headers = error.status_code, dict(error.headers or {})
     if status == 405:
         headers["Allow"] = _list_allowed_methods(request)
@@ -249,7 +249,7 @@ def translate_http_error(error: HTTPException, request: Request) -> ApiError:
 
 
 def _list_allowed_methods(request: Request) -> str:
-    """The methods of every route with this path; Starlette names those of the first one."""
+    """Return the methods of every route with this path; Starlette names those of the first one."""
 
     def is_there(method: str) -> bool:
         inner = "GET" if method == "HEAD" else method  # it is answered as a GET is
@@ -280,7 +280,7 @@ def make_validation_error(errors: Sequence[Any]) -> ApiError:
 
 
 def _name_location(location: Sequence[str | int]) -> str:
-    """`messages[0].content` from ("body", "messages", 0, "content", "str"): the branches of a union are pydantic's own affair."""
+    """Return `messages[0].content` for ("body", "messages", 0, "content", "str"): branches of a union are pydantic's own affair."""
     name = ""
     for part in location[1:]:
         if isinstance(part, int):

@@ -24,7 +24,7 @@ OPENAI, V1, LLAMAS = (COMPLETIONS, CHAT), (COMPLETIONS, CHAT, RESPONSES), (LLAMA
 SHOWN_CHARS = 64  # of a name that nobody knows
 
 
-class Fate(Enum):
+class FieldSupport(Enum):
     DONE = "done"
     ACCEPTED = "accepted"
     """Whatever it says: the text is the same."""
@@ -38,7 +38,7 @@ class Field:
 
     names: tuple[str, ...]
     routes: tuple[str, ...]
-    fate: Fate
+    fate: FieldSupport
     why: str
     """What it does; for what is refused, why; for what is accepted, why the text is the same."""
     neutral: tuple[Any, ...] = ()
@@ -47,7 +47,7 @@ class Field:
     """(name, value with which it is off) of the fields that give a refused one its meaning; none: it has one by itself."""
 
     def asks(self, value: Any, given: Mapping[str, Any]) -> bool:
-        """Whether the value, among all that is given, is for what is refused."""
+        """Return whether the value, among all that is given, is for what is refused."""
         if value is None or any(_same(value, each) for each in self.neutral):
             return False
         return not self.matters_with or any(given.get(name) is not None and not _same(given[name], off) for name, off in self.matters_with)
@@ -58,15 +58,15 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _done(routes: tuple[str, ...], names: str, why: str = "") -> Field:
-    return Field(tuple(names.split()), routes, Fate.DONE, why)
+    return Field(tuple(names.split()), routes, FieldSupport.DONE, why)
 
 
 def _accepted(routes: tuple[str, ...], names: str, why: str) -> Field:
-    return Field(tuple(names.split()), routes, Fate.ACCEPTED, why)
+    return Field(tuple(names.split()), routes, FieldSupport.ACCEPTED, why)
 
 
 def _refused(routes: tuple[str, ...], names: str, why: str, *neutral: Any, matters_with: tuple[tuple[str, Any], ...] = ()) -> Field:
-    return Field(tuple(names.split()), routes, Fate.REFUSED, why, neutral, matters_with)
+    return Field(tuple(names.split()), routes, FieldSupport.REFUSED, why, neutral, matters_with)
 
 
 _PENALTIES = (("repeat_penalty", 1), ("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
@@ -235,8 +235,8 @@ def _rows() -> Iterator[Field]:
     yield from _ROWS
 
 
+# The whole table. Sampling parameters that all dialects have under their own names come first, as they are declared.
 FIELDS = tuple(_rows())
-"""The whole table. Sampling parameters that all dialects have under their own names come first, as they are declared."""
 BY_ROUTE: dict[str, dict[str, Field]] = {
     route: {name: row for row in FIELDS if route in row.routes for name in row.names} for route in ROUTES
 }
@@ -247,7 +247,7 @@ def check(route: str, given: Mapping[str, Any]) -> None:
     table = BY_ROUTE[route]
     for name, value in given.items():
         row = table.get(name)
-        if row is not None and row.fate is Fate.REFUSED and row.asks(value, given):
+        if row is not None and row.fate is FieldSupport.REFUSED and row.asks(value, given):
             raise ApiError(400, f"{name} is not supported: {row.why}", param=name, code="not_supported")
 
 
@@ -267,7 +267,7 @@ def describe_unknown(route: str, name: str) -> str:
 def described(route: str, schema: dict[str, Any]) -> None:
     """Add to the JSON schema of a route's requests what its model does not name."""
     for name, row in BY_ROUTE[route].items():
-        if row.fate is Fate.ACCEPTED:
+        if row.fate is FieldSupport.ACCEPTED:
             schema["properties"].setdefault(name, {"description": f"Accepted: {row.why}."})
-        elif row.fate is Fate.REFUSED and not row.matters_with:
+        elif row.fate is FieldSupport.REFUSED and not row.matters_with:
             schema["properties"].setdefault(name, {"enum": [None, *row.neutral], "description": f"Not supported: {row.why}."})

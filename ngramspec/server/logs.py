@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_request(facts: dict[str, Any]) -> None:
-    """`facts`: id, method, route, status, duration_ms, and what `admission` added."""
+    """Log a request. `facts`: id, method, route, status, duration_ms, and what `admission` added."""
     more = " ".join(
         f"{name}={value}" for name, value in facts.items() if name not in ("event", "method", "route", "status") and value != ""
     )
@@ -45,7 +45,7 @@ def log_request(facts: dict[str, Any]) -> None:
 
 
 def event(name: str, text: str, **facts: Any) -> None:
-    """Something that happens to the server: a sentence for people, facts for programs."""
+    """Log something that happens to the server: a sentence for people, facts for programs."""
     server.info("%s", text, extra={"facts": {"event": name, "message": text, **facts}})
 
 

@@ -26,8 +26,8 @@ PEAK = f"{LLAMA_PREFIX}n_tokens_max"
 FINISH_REASONS = ("stop", "length")
 BODIES_FULL = "bodies_full"
 REFUSALS = ("queue_full", "draining", "engine_dead", "unauthorized", "too_large", "invalid", "key_limit", BODIES_FULL)
+# What a label says where the value is none of its fixed set.
 OTHER = "other"
-"""What a label says where the value is none of its fixed set."""
 
 _PASS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 _WAIT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -116,7 +116,7 @@ class Metrics:
             self._observe(completion)
 
     def _observe(self, completion: Completion) -> None:
-        """Reasons and times of a request that came to its end; those of one that was cut short would be too good."""
+        """Observe reasons and times of a request that came to its end; those of one that was cut short would be too good."""
         for choice in completion.choices:
             self._success.labels(choice.finish_reason if choice.finish_reason in FINISH_REASONS else OTHER).inc()
         self._queued.observe(completion.queued_s)
@@ -130,7 +130,7 @@ class Metrics:
         self._refused.labels(reason if reason in REFUSALS else OTHER).inc()
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """Everything, in the format that an Accept header asks for -> (body, content type)."""
+        """Return everything, in the format that an Accept header asks for -> (body, content type)."""
         encode, content_type = choose_encoder(accept)
         body = encode(_WithoutCreated(self.registry))
         if encode is generate_latest:  # OpenMetrics knows no other names of counters

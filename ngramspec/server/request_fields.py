@@ -26,8 +26,8 @@ from ngramspec.server.error_responses import ApiError, make_field_error, require
 MAX_BIAS = 1 << 14  # entries of `logit_bias` that are checked one by one
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Item = TypeVar("Item")
+# A list of which only the first wrong item is reported: reporting half a million of them takes a minute.
 Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
-"""A list of which only the first wrong item is reported: reporting half a million of them takes a minute."""
 
 
 def _check_few(given: Any) -> Any:
@@ -36,8 +36,8 @@ def _check_few(given: Any) -> Any:
     return given
 
 
+# Counts entries before each is checked.
 Few = BeforeValidator(_check_few)
-"""Counts entries before each is checked."""
 
 
 class StrictModel(BaseModel):
@@ -50,10 +50,10 @@ class StrictModel(BaseModel):
 
 Model = TypeVar("Model", bound=StrictModel)
 
+# Parameters that each dialect has in a shape, or under a name, of its own.
 OWN_SHAPE = frozenset({"max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "prompt_logprobs", "grammar"})
-"""Parameters that each dialect has in a shape, or under a name, of its own."""
+# All others: the same field in every dialect. null and absence mean the dialect's default.
 SHARED = {name: option for name, option in options_of(SamplingParams).items() if name not in OWN_SHAPE}
-"""All others: the same field in every dialect. null and absence mean the dialect's default."""
 
 
 OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}  # llama.cpp's names, and those of `SamplingParams`; both are taken
@@ -182,8 +182,8 @@ class GenerationFields(StrictModel):
         return schema
 
 
+# A grammar, and the field of a request that asks for it.
 FieldGrammar: TypeAlias = tuple[str, Grammar]
-"""A grammar, and the field of a request that asks for it."""
 
 
 def read_grammar(request: GenerationFields) -> FieldGrammar | None:

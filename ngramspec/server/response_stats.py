@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from ngramspec.outputs import Completion, Stats
 
+# The source of drafts that a request's prediction is.
 PREDICTION = "prediction"
-"""The source of drafts that a request's prediction is."""
 
 
 def total(completions: Completion | Sequence[Completion]) -> Stats:
-    """The statistics of all their choices together."""
+    """Return the statistics of all their choices together."""
     stats = Stats()
     for completion in [completions] if isinstance(completions, Completion) else completions:
         stats.add(completion.stats)
@@ -23,7 +23,7 @@ def total(completions: Completion | Sequence[Completion]) -> Stats:
 
 
 def speculative(completions: Completion | Sequence[Completion], level: Literal["summary", "detailed"]) -> dict[str, Any]:
-    """`metrics.speculative_decoding` as vLLM has it, over all choices.
+    """Return `metrics.speculative_decoding` as vLLM has it, over all choices.
 
     `acceptance_histogram[k]`: passes with a draft that accepted k tokens of it, up to `num_spec_tokens`, the deepest draft. Drafts are
     trees, so a pass may verify more tokens than it can accept. `detailed` adds counts by source and by position in the draft.
@@ -61,12 +61,12 @@ def predicted(completions: Sequence[Completion]) -> tuple[int, int]:
 
 
 def sourced(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[str, str | None]]:
-    """Each token's text, and who drafted it; None: the model wrote it unaided."""
+    """Return each token's text, and who drafted it; None: the model wrote it unaided."""
     return [{"text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
 
 
 def timings(completion: Completion, elapsed_s: float | None = None) -> dict[str, float]:
-    """llama.cpp's `timings`: the prompt until the first token, the text after it, drafts where there were any.
+    """Return llama.cpp's `timings`: the prompt until the first token, the text after it, drafts where there were any.
 
     The pace of the text is that of the tokens after the first one, which the prompt's last pass wrote.
     `prompt_n` counts what was computed, `cache_n` what the prefix cache had. Waiting in the queue is in neither. `elapsed_s`: since the

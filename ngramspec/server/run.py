@@ -49,30 +49,30 @@ from ngramspec.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
+# Connections that asyncio accepts in one turn of its loop. A few turns pass until a connection is counted or closed: with the backlog,
+# asyncio's default, it would run out of descriptors before one of them is.
 ACCEPTED_AT_ONCE = 1
-"""Connections that asyncio accepts in one turn of its loop. A few turns pass until a connection is counted or closed: with the backlog,
-asyncio's default, it would run out of descriptors before one of them is."""
+# Seconds between two lines of the log that say that no connection can be accepted.
 ACCEPT_LOG_S = 10
-"""Seconds between two lines of the log that say that no connection can be accepted."""
+# Bytes that the kernel keeps for a client that does not read.
 SEND_BUFFER = 64 << 10
-"""Bytes that the kernel keeps for a client that does not read."""
+# Longer heads are cut off by the parser; those above `Limits.header_bytes` by us, with an answer in our envelope.
 HEAD_BYTES = 256 << 10
-"""Longer heads are cut off by the parser; those above `Limits.header_bytes` by us, with an answer in our envelope."""
+# The page at / until the playground is there; it comes back by itself.
 LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
 <meta http-equiv="refresh" content="2"><title>ngramspec</title><p role="status">The model is being loaded.</p></html>"""
-"""The page at / until the playground is there; it comes back by itself."""
+# Seconds without an answer after which a client that has shut its side down is asked whether it is there; when that is looked at, and how
+# often then.
 HALF_CLOSED_S = (0.01, 0.01, 0.2)
-"""Seconds without an answer after which a client that has shut its side down is asked whether it is there; when that is looked at, and how
-often then."""
+# Seconds that responses which are being written have when the server stops.
 STOP_S = 3
-"""Seconds that responses which are being written have when the server stops."""
 
 _ABSOLUTE_TARGET = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)  # its host and its path
 
 
 ENOUGH_DESCRIPTORS = 1 << 16  # beyond this no more are asked for: containers set hard limits of 2**30
+# Descriptors that connections leave to stores, logs and whatever else opens files: this number, or if there are few, this part of them.
 KEPT_FREE, KEPT_SHARE = 256, 4
-"""Descriptors that connections leave to stores, logs and whatever else opens files: this number, or if there are few, this part of them."""
 
 
 class Protocol(H11Protocol):
@@ -197,7 +197,7 @@ class Protocol(H11Protocol):
         return self.loop.call_later(seconds, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP, in our envelope."""
+        """Answer what is not HTTP, in our envelope."""
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             self._refuse(431, ApiError(431, "the headers are too long"))
@@ -216,7 +216,7 @@ class Protocol(H11Protocol):
         self._abort_after(LINGER_S)
 
 
-class Front:
+class LoadingApp:
     """The ASGI application that uvicorn gets: the real one once there is an engine, 503 before."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class AcceptErrors:
 class Server(uvicorn.Server):
     """uvicorn that drains on the first signal and stops on the second."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, settings: ServerSettings) -> None:
+    def __init__(self, config: uvicorn.Config, front: LoadingApp, settings: ServerSettings) -> None:
         super().__init__(config)
         self.front, self.settings = front, settings
         self.signalled = False
@@ -283,7 +283,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Called on SIGTERM and SIGINT. The second one does not wait for a pass, a stream, or a datastore that is being written."""
+        """Stop on SIGTERM and SIGINT. The second one does not wait for a pass, a stream, or a datastore that is being written."""
         if self.signalled:
             os._exit(128 + sig)
         self.signalled = True
@@ -315,7 +315,7 @@ def run(
     repositories = repositories or Repositories()
     raise_descriptor_limit()
     listeners = listen_at_all(settings.hosts, settings.port)
-    front = Front()
+    front = LoadingApp()
     server = Server(configuration(front, settings), front, settings)
     host = f"[{settings.hosts[0]}]" if ":" in settings.hosts[0] else settings.hosts[0]
     url = f"unix:{host}" if is_unix_socket(host) else f"http://{host}:{listeners[0].getsockname()[1]}{settings.api_prefix}"
@@ -356,7 +356,7 @@ def run(
 
 
 def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
-    """How uvicorn runs an application."""
+    """Return how uvicorn runs an application."""
     return uvicorn.Config(
         accept_absolute_targets(app),
         http=Protocol.of(settings),
@@ -388,7 +388,7 @@ def listen_at_all(hosts: list[str], port: int) -> list[socket.socket]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError that names the address."""
+    """Return a listening socket. Raises OSError that names the address."""
     if is_unix_socket(host):
         return listen_at_path(host)
     try:

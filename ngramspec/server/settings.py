@@ -20,8 +20,8 @@ from ngramspec.options import options_of
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.sampling_params import SamplingParams
 
+# Characters of a key: a shorter one is guessed.
 MIN_KEY = 8
-"""Characters of a key: a shorter one is guessed."""
 
 
 class Key(BaseModel):
@@ -85,12 +85,12 @@ class Limits(BaseModel):
 
 
 def _several(value: Any) -> Any:
-    """`a,b` from the environment as a list."""
+    """Return `a,b` from the environment as a list."""
     return [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
 
 
 def _keys(value: Any) -> Any:
-    """Keys from the environment: JSON, or `key`s and `name:key`s with blanks, commas or line ends between them."""
+    """Return keys from the environment: JSON, or `key`s and `name:key`s with blanks, commas or line ends between them."""
     if not isinstance(value, str):
         return [_key(each) if isinstance(each, str) else each for each in value] if isinstance(value, (list, tuple)) else value
     if value.lstrip().startswith("["):
@@ -109,7 +109,7 @@ def _key(text: str) -> dict[str, str]:
 
 
 def read_keys(path: Path) -> list[Key]:
-    """The keys in a file: a JSON list of `Key`s, or a line `key` or `name:key` each; # begins a comment. Raises OSError, ValueError."""
+    """Return the keys in a file: a JSON list of `Key`s, or lines `key` or `name:key`; # begins a comment. Raises OSError, ValueError."""
     text = path.read_text("utf-8-sig")  # without the mark of bytes' order that editors of Windows write
     if not text.lstrip().startswith("["):
         text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))

@@ -21,11 +21,11 @@ from ngramspec.server.queue import Reservation
 
 log = logging.getLogger(__name__)
 
+# A comment on a silent stream this often, for proxies that close what is silent.
 PING_S = 15
-"""A comment on a silent stream this often, for proxies that close what is silent."""
 _MAY_STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"description": "Pieces of the answer, each as `data: {…}`."}}}}
+# `responses=` of a route that makes the engine write: its answer may be a stream, and it is refused early while there is no room.
 GENERATES: dict[int | str, dict[str, Any]] = {200: _MAY_STREAM}
-"""`responses=` of a route that makes the engine write: its answer may be a stream, and it is refused early while there is no room."""
 _MAY_STREAM_LINES: dict[str, Any] = {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}
 GENERATES_LINES: dict[int | str, dict[str, Any]] = {200: _MAY_STREAM_LINES}  # the same for streams of lines of JSON
 
@@ -36,7 +36,7 @@ Event = dict[str, Any] | str
 
 
 def generates(route: BaseRoute) -> bool:
-    """Whether a route was declared with `GENERATES`."""
+    """Return whether a route was declared with `GENERATES`."""
     return isinstance(route, APIRoute) and any(route.responses.get(200) is each for each in (_MAY_STREAM, _MAY_STREAM_LINES))
 
 

@@ -54,7 +54,7 @@ class Pacer:
 
 
 def single_tokens(delta: Delta) -> list[Delta]:
-    """A delta as deltas of one token each, without its completion; their texts add up to its text."""
+    """Return a delta as deltas of one token each, without its completion; their texts add up to its text."""
     n = len(delta.token_ids)
     rest = delta.text[sum(map(len, delta.texts)) :]  # what cancelling gives out belongs to no new token
     pieces = [

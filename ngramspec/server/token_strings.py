@@ -13,8 +13,8 @@ from typing import Any
 from ngramspec.outputs import TokenLogprob
 from ngramspec.tokenizer.detokenizer import SpecialTokens, TextStream
 
+# OpenAI's word for "very unlikely"; JSON has no infinity.
 LEAST = -9999.0
-"""OpenAI's word for "very unlikely"; JSON has no infinity."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -29,7 +29,7 @@ class TokenTexts:
         self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
 
     def text(self, token: int) -> str:
-        r"""The token's text, control tokens' too; `bytes:\xe6` where it is not whole characters."""
+        r"""Return the token's text, control tokens' too; `bytes:\xe6` where it is not whole characters."""
         raw = self.bytes(token)
         try:
             return raw.decode()
@@ -37,7 +37,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def running(self, tokens: Sequence[int], special: SpecialTokens = SpecialTokens.SKIPPED) -> list[str]:
-        """What each of a text's tokens adds to it: whole characters where they are complete."""
+        """Return what each of a text's tokens adds to it: whole characters where they are complete."""
         if self._tokenizer is None or not tokens:
             return [""] * len(tokens)
         stream = TextStream(self._tokenizer, special=special)
@@ -83,7 +83,7 @@ def describe_prompt_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob 
 
 
 def _letters() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: one that is no visible Latin-1 character has the next free one from 256."""
+    """Return GPT-2's printable stand-ins for bytes: one that is no visible Latin-1 character has the next free one from 256."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return {chr(byte if byte in visible else next(spare)): byte for byte in range(256)}
@@ -93,5 +93,5 @@ _LETTERS = _letters()
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can say."""
+    """Return a log-probability that JSON can say."""
     return max(logprob, LEAST)

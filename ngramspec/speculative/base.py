@@ -201,7 +201,7 @@ class Speculator:
         """Receive the `backends.base.Runner` that is drafted for, before any sequence begins. An exception ends the engine."""
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        """Return whether sequences of so many tokens can begin now."""
+        """Return whether sequences of these lengths can begin now."""
         return True
 
     def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:
@@ -314,7 +314,7 @@ class NeedsKvRoom(Protocol):
     """A drafter with a KV cache of its own: a sequence waits until there is room for it here, too."""
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        """Return whether sequences of so many tokens can begin besides the running ones; True for one that would never fit."""
+        """Return whether sequences of these lengths can begin besides the running ones; True for one that would never fit."""
         ...
 
 

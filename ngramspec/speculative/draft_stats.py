@@ -14,10 +14,10 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.outputs import DraftTree, Stats
 from ngramspec.sampling.batch import compute_depths, concatenate
 
+# First columns of the table, named as in `outputs.Stats`. Nodes and accepted nodes by source, by depth, and passes by length follow.
 FIELDS = ("passes", "tokens", "drafted", "accepted", "drafts")
-"""First columns of the table, named as in `outputs.Stats`. Nodes and accepted nodes by source, by depth, and passes by length follow."""
+# Passes that are counted in one go: a forward pass fills the caches with weights, so that code which runs once after it is slow.
 BATCHED_PASSES = 8
-"""Passes that are counted in one go: a forward pass fills the caches with weights, so that code which runs once after it is slow."""
 
 
 class StatsTable(NamedTuple):

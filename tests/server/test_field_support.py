@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from tiny_server import routes_of
 
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.server.field_support import BY_ROUTE, CHAT, COMPLETIONS, INFILL, LLAMA, LLAMAS, OPENAI, RESPONSES, ROUTES, Fate
+from ngramspec.server.field_support import BY_ROUTE, CHAT, COMPLETIONS, INFILL, LLAMA, LLAMAS, OPENAI, RESPONSES, ROUTES, FieldSupport
 from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody
 from ngramspec.server.openai.responses_schemas import ResponsesRequest
 from ngramspec.server.openai.schemas import ChatRequest, CompletionRequest
@@ -52,7 +52,7 @@ def text_of(answer: Any) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def fields(*fates: Fate) -> list[Any]:
+def fields(*fates: FieldSupport) -> list[Any]:
     return [
         pytest.param(route, name, id=f"{route} {name}") for route in ROUTES for name, row in BY_ROUTE[route].items() if row.fate in fates
     ]
@@ -62,8 +62,8 @@ def fields(*fates: Fate) -> list[Any]:
 def test_what_is_done_has_a_type_and_what_has_a_type_is_told_of(route: str) -> None:
     table = BY_ROUTE[route]
     taken = {field.alias or name for name, field in MODELS[route].model_fields.items()}
-    assert {name for name, row in table.items() if row.fate is Fate.DONE} <= taken
-    assert {name for name in taken if table[name].fate is Fate.REFUSED} == set()
+    assert {name for name, row in table.items() if row.fate is FieldSupport.DONE} <= taken
+    assert {name for name in taken if table[name].fate is FieldSupport.REFUSED} == set()
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -74,7 +74,7 @@ def test_each_field_has_one_fate_on_a_route(route: str) -> None:
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize(("route", "name"), fields(Fate.DONE))
+@pytest.mark.parametrize(("route", "name"), fields(FieldSupport.DONE))
 def test_what_is_done_is_checked(client: TestClient, route: str, name: str) -> None:
     """Of no field every value is taken."""
     refused = [client.post(route, json=GOOD[route] | {name: value}).status_code for value in (*ODD, -2)]
@@ -82,20 +82,20 @@ def test_what_is_done_is_checked(client: TestClient, route: str, name: str) -> N
     assert set(refused) <= {200, 400, 404}
 
 
-@pytest.mark.parametrize(("route", "name"), fields(Fate.REFUSED))
+@pytest.mark.parametrize(("route", "name"), fields(FieldSupport.REFUSED))
 def test_what_is_refused_is_refused_where_it_asks_for_something(client: TestClient, route: str, name: str) -> None:
     row = BY_ROUTE[route][name]
     for value in (None, *row.neutral):
         assert client.post(route, json=GOOD[route] | {name: value}).status_code == 200, value
     active = {other: off + 0.5 for other, off in row.matters_with if other in BY_ROUTE[route]} if row.matters_with else {}
-    active = {other: value for other, value in active.items() if BY_ROUTE[route][other].fate is Fate.DONE}
+    active = {other: value for other, value in active.items() if BY_ROUTE[route][other].fate is FieldSupport.DONE}
     for value in ODD:
         answer = client.post(route, json=GOOD[route] | active | {name: value})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), value
         assert row.why in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("route", "name"), fields(Fate.ACCEPTED))
+@pytest.mark.parametrize(("route", "name"), fields(FieldSupport.ACCEPTED))
 def test_what_is_accepted_changes_nothing(client: TestClient, route: str, name: str) -> None:
     plain = text_of(client.post(route, json=GOOD[route] | GREEDY))
     values = ("x",) if name in MODELS[route].model_fields else (*ODD, 3, True)

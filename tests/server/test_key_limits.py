@@ -15,7 +15,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.server import auth
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.key_limits import KeyLimits
-from ngramspec.server.run import Front
+from ngramspec.server.run import LoadingApp
 from ngramspec.server.settings import Key, ServerSettings
 
 TEXT = {"prompt": "ab", "max_tokens": 1}
@@ -125,7 +125,7 @@ def test_the_log_says_why_and_repeats_nothing(server: Server, caplog: pytest.Log
 
 def test_it_lives_while_the_model_is_loaded(engine: Engine) -> None:
     async def ask() -> tuple[int, int]:
-        transport = httpx.ASGITransport(app=Front())
+        transport = httpx.ASGITransport(app=LoadingApp())
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return (await client.get("/live")).status_code, (await client.get("/health")).status_code
 

@@ -26,7 +26,7 @@ from tiny_server import Server, chat_tokenizer, tiny_engine
 from ngramspec.datastore.build import build as build_store
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import ModelNotFoundError
-from ngramspec.server.run import AcceptErrors, Front, listen, listen_at_all, run
+from ngramspec.server.run import AcceptErrors, LoadingApp, listen, listen_at_all, run
 from ngramspec.server.settings import ServerSettings
 
 START_S = 120
@@ -199,7 +199,7 @@ def test_several_addresses_have_one_port() -> None:
 
 def test_before_there_is_an_engine_everything_is_503() -> None:
     async def ask(method: str, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(Front()), base_url="http://localhost") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(LoadingApp()), base_url="http://localhost") as client:
             return await client.request(method, path)
 
     for path in ("/health", "/v1/completions", "/nothing"):

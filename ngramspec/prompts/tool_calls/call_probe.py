@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from ngramspec.prompts.tool_calls.call_formats import HERMES, ID, INDEX, NAMED_ID, WRITTEN_IN_TEXT, CallFormat, Pairs
 
+# (messages, tools, whether the assistant's answer follows) -> the rendered template. Raises ValueError if the template refuses.
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]], bool], str]
-"""(messages, tools, whether the assistant's answer follows) -> the rendered template. Raises ValueError if the template refuses."""
 
 _NAMES, _IDS = ("probe_alpha", "probe_beta"), ("Pr0beCal1", "Pr0beCal2")
 _KEYS, _TEXT, _NUMBER = ("probe_key", "probe_other"), "probe_value", 70707

@@ -14,8 +14,8 @@ import regex
 
 from ngramspec.prompts.tool_calls.call_scanner import KnownTools, StreamDelta, ToolCallArguments, ToolCallStart
 
+# (name, arguments as JSON) of each call.
 Calls: TypeAlias = list[tuple[str, str]]
-"""(name, arguments as JSON) of each call."""
 
 
 def emit_calls(calls: Calls) -> Iterator[StreamDelta]:

@@ -280,7 +280,7 @@ class _LlamaHandler:
         }
 
     def slots(self, *, detailed: bool) -> list[dict[str, Any]]:
-        """One per sequence that can run. No text of anybody's."""
+        """Return one per sequence that can run. No text of anybody's."""
         n_slots, status = self.n_slots, self.engine.status()
         slots: list[dict[str, Any]] = [
             {"id": i, "n_ctx": self.engine.max_model_len, "speculative": True, "is_processing": i < status.running} for i in range(n_slots)

@@ -23,8 +23,8 @@ class PromptObject(StrictModel):
     multimodal_data: Annotated[Items[Any], Field(max_length=0)] | None = None
 
 
+# A text, or texts and token ids that are put end to end.
 TextOrTokens = str | Items[TokenId | str]
-"""A text, or texts and token ids that are put end to end."""
 
 
 @add_sampling_fields(OTHER_NAMES)
@@ -49,7 +49,7 @@ class LlamaRequest(GenerationFields):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] = ""
     n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     n_indent: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
-    """A line with less indentation than so many blanks and tabs ends the text."""
+    """A line with less indentation than this number of blanks and tabs ends the text."""
     t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
     """Milliseconds after which the next line end ends the text. 0, -1: never."""
     return_tokens: bool = False

@@ -171,7 +171,7 @@ class _ChatHandler(CompletionHandler):
     async def events(
         self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]
     ) -> AsyncIterator[dict[str, Any]]:
-        """The pieces of a stream: for each choice who speaks, what it says and calls, and why it ends."""
+        """Yield the pieces of a stream: for each choice who speaks, what it says and calls, and why it ends."""
         parsers: dict[int, StreamParser] = {}
         completions: list[Completion] = []
 
@@ -283,7 +283,7 @@ def _make_chunk(index: int, delta: dict[str, Any], finish_reason: str | None = N
 
 
 def _describe_event(parser: StreamParser, event: StreamDelta) -> dict[str, Any]:
-    """A piece of a message."""
+    """Return a piece of a message."""
     calls = parser.reply.calls
     match event:
         case TextDelta(text):

@@ -216,7 +216,7 @@ class _TextHandler(CompletionHandler):
     async def events(
         self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]
     ) -> AsyncIterator[dict[str, Any]]:
-        """The pieces of a stream. With `echo` each text begins with its prompt, whose log-probabilities are known at the end only."""
+        """Yield the pieces of a stream. With `echo` each text begins with its prompt, whose log-probabilities are known at the end only."""
         offsets: dict[int, int] = {}  # choice: length of its text so far
         completions: dict[int, Completion] = {}
         scored = self.echo and self._n_logprobs is not None
@@ -249,7 +249,7 @@ class _TextHandler(CompletionHandler):
             yield last
 
     def _make_chunk(self, index: int, delta: Delta, offset: int) -> dict[str, Any] | None:
-        """A choice with what a delta adds; None where it has nothing to say."""
+        """Return a choice with what a delta adds; None where it has nothing to say."""
         if self.silent:
             return {"index": index, "text": "", "logprobs": None, "finish_reason": "length"} if delta.finish_reason else None
         logprobs = None
@@ -274,7 +274,7 @@ def describe_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogpro
 
     tokens: (id, its log-probability, what it added to the text); `offset`: length of the text before.
     A prompt's first token has no log-probability. `top_logprobs` has the one that was taken, which is first
-    as in vLLM, and the likeliest.
+    as in vLLM, and the most likely ones.
     """
     found: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, logprob, added in tokens:
@@ -295,7 +295,7 @@ def _make_top(texts: TokenTexts, logprob: TokenLogprob) -> dict[str, float]:
 
 
 def _list_prompts(prompt: Any) -> Sequence[str | list[int]]:
-    """The prompts of a request; without one, an empty text."""
+    """Return the prompts of a request; without one, an empty text."""
     if isinstance(prompt, list):
         return [prompt] if prompt and isinstance(prompt[0], int) else prompt
     return ["" if prompt is None else prompt]

@@ -87,11 +87,11 @@ class CompletionHandler:
         return await asyncio.to_thread(lambda: JSONResponse(make_answer())) if self._tells_vocabulary else make_answer()
 
     def head(self, kind: str) -> dict[str, Any]:
-        """What an answer, and every piece of a streamed one, begins with."""
+        """Return what an answer, and every piece of a streamed one, begins with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
 
     def chunk(self, kind: str, requests: Sequence[Request]) -> dict[str, Any]:
-        """What every piece of a stream but the last begins with. `requests`: what the engine runs for it."""
+        """Return what every piece of a stream but the last begins with. `requests`: what the engine runs for it."""
         head = self.head(kind)
         if self.include_usage:
             completions = [request.completion for request in requests]
@@ -113,7 +113,7 @@ class CompletionHandler:
         self._n_told += len(delta.token_ids)
 
     def usage(self, completions: Sequence[Completion], *, silent: bool = False, written: int | None = None) -> dict[str, Any]:
-        """OpenAI's `usage`. `silent`: the tokens that were written are no part of the answer. `written`: their number, if not all."""
+        """Return OpenAI's `usage`. `silent`: the tokens written are no part of the answer. `written`: their number, if not all."""
         prompt = sum(len(completion.prompt_token_ids) for completion in completions)
         if written is None:
             written = 0 if silent else sum(len(choice.token_ids) for completion in completions for choice in completion.choices)
@@ -132,7 +132,7 @@ class CompletionHandler:
         return usage | ({"completion_tokens_details": details} if details else {})
 
     def extras(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """`metrics`, and for one prompt `timings`, where they were asked for."""
+        """Return `metrics`, and for one prompt `timings`, if they were asked for."""
         told: dict[str, Any] = {}
         if self.level != "none":
             told["metrics"] = {"speculative_decoding": response_stats.speculative(completions, self.level)}
@@ -146,7 +146,7 @@ class CompletionHandler:
         return told
 
     def describe_sources(self, part: Choice | Delta) -> dict[str, Any]:
-        """What a choice says of its tokens, where it was asked for."""
+        """Return what a choice says of its tokens, where it was asked for."""
         return {"ngramspec": {"tokens": response_stats.sourced(part.texts, part.draft_sources)}} if self.sources else {}
 
     def describe_token_ids(self, part: Choice | Delta) -> dict[str, Any]:
@@ -154,11 +154,11 @@ class CompletionHandler:
         return {"token_ids": part.token_ids} if self.token_ids else {}
 
     def describe_stop(self, part: Choice | Delta) -> dict[str, Any]:
-        """vLLM's `stop_reason`: the stop string, or the one of `stop_token_ids`, that ended a text."""
+        """Return vLLM's `stop_reason`: the stop string, or the one of `stop_token_ids`, that ended a text."""
         return {} if part.stop_reason is None else {"stop_reason": part.stop_reason}
 
     def closing(self, kind: str, completions: Sequence[Completion], *, silent: bool = False) -> list[dict[str, Any]]:
-        """The last piece of a stream, where there is something to say."""
+        """Return the last piece of a stream, where there is something to say."""
         extras = self.extras(completions)
         if not self.include_usage:
             return [self.head(kind) | {"choices": []} | extras] if extras else []
@@ -304,7 +304,7 @@ def read_arguments(arguments: str) -> dict[str, Any]:
 
 
 async def hold_until_done(pieces: AsyncIterator[PromptProgress | Piece]) -> AsyncIterator[PromptProgress | Piece]:
-    """Each work's deltas only when it has ended, for what is not known before."""
+    """Yield each work's deltas only when it has ended, for what is not known before."""
     waiting: dict[int, list[Delta]] = {}
     async for piece in pieces:
         if isinstance(piece, PromptProgress):

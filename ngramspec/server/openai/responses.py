@@ -104,7 +104,7 @@ class _ResponseHandler(CompletionHandler):
         return self._end(output, completion)
 
     async def events(self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]) -> AsyncIterator[Event]:
-        """What is added to which item, between the response's beginning and its end."""
+        """Yield what is added to which item, between the response's beginning and its end."""
         output, number = _Output(self._conversation, self._texts), 0
 
         def numbered(event: Event) -> Event:

@@ -152,7 +152,7 @@ class ResponsesRequest(OpenAIRequest):
         return [item.model_dump(exclude_none=True) for item in self.input]
 
     def style(self) -> Style:
-        """How the template is asked."""
+        """Return how the template is asked."""
         effort = self.reasoning and self.reasoning.effort
         return Style(variables={"reasoning_effort": effort}) if effort else ANSWER
 

@@ -17,8 +17,8 @@ from ngramspec.server.field_support import CHAT, COMPLETIONS
 from ngramspec.server.request_fields import OTHER_NAMES, Few, GenerationFields, Items, StrictModel, TokenId, add_sampling_fields
 from ngramspec.server.tool_fields import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
 
+# -1: as many as fit; 0: the prompt is computed, and nothing is written.
 MaxTokens = Annotated[int, Field(ge=-1, le=MAX_INT)]
-"""-1: as many as fit; 0: the prompt is computed, and nothing is written."""
 StopString = Annotated[str, Field(min_length=1)]
 
 

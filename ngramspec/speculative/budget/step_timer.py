@@ -90,7 +90,7 @@ class StepTimer:
         self._since_drafts = 0 if nodes else self._since_drafts + 1
 
     def record_steps(self, records: np.ndarray, n_seqs: int, *, speculates: bool) -> None:
-        """Record several steps of so many sequences; records [n] STEP_RECORD, the last of a step that goes on until it is over."""
+        """Record several steps of `n_seqs` sequences; records [n] STEP_RECORD, the last of a step that goes on until it is over."""
         assert self._started is not None
         ms = (self._clock() - self._started) * 1e3
         before = max(ms - float(records["step_ms"].sum()), 0.0)  # until the first of them began
