@@ -208,19 +208,19 @@ def _bind(start: _Start, modules: bool) -> BoundModel:
         warmer.join()
     start.wait_for_code(*background_compiler.PLAIN)
     row_counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
-    times, taught = ((found or {}).get(key, []) for key in ("measured_ms", "learned_ms"))
+    times, taught = ((found or {}).get(key, []) for key in ("measured_ms", "learned"))
     if not times or len(times) > len(row_counts):
         start.progress("measuring what a pass costs")
         times, taught = runner.measure(row_counts), []
     cost = CostModel(
-        row_counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows), learned_ms=taught,
+        row_counts[: len(times)], times, max_rows=2 * max(device.max_rows, config.spec_rows), learned=taught,
         convex=not runner.has_experts,
     )  # fmt: skip
 
     def keep() -> None:
         if kept and isinstance(runner, LlamaRunner) and runner.exactness == "bitwise" and (weight_map := runner.weight_map) is not None:
-            learned = cost.times.tolist() if cost.n_seen >= LEARNED else taught
-            document = {"recipe": weight_map.to_json(), "measured_ms": times, "learned_ms": learned}
+            learned = cost.learned if cost.n_seen >= LEARNED else taught
+            document = {"recipe": weight_map.to_json(), "measured_ms": times, "learned": learned}
             if document != found:
                 kept.write(document)
 

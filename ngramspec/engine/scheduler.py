@@ -19,7 +19,7 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.kv_cache.prefix_folder import PrefixStore
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import SCORED_ROWS
-from ngramspec.speculative.budget.cost_model import CostModel
+from ngramspec.speculative.budget.cost_model import CostModel, Load
 
 # While sequences decode, a pass with parts of prompts may take this many times as long as one without, so that tokens keep coming.
 PROMPT_STRETCH = 4.0
@@ -108,7 +108,7 @@ class Scheduler:
                     break
             if seq.slot >= 0:
                 work.append(ScheduledRows(seq, 1, samples=True))
-        left = (self.max_rows if cost is None or not work else min(self.max_rows, _limit_rows(cost, len(work)))) - len(work)
+        left = (self.max_rows if cost is None or not work else min(self.max_rows, _limit_rows(cost, work))) - len(work)
         prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
         admitted = self._admit_waiting(prefixes) if left > 0 and not preempted and (self.admits or not self.running) else []
         return work + _share_rows([*prompts, *admitted], left), admitted, preempted
@@ -148,10 +148,11 @@ class Scheduler:
         return True
 
 
-def _limit_rows(cost: CostModel, n_decoding: int) -> int:
-    """Return the most rows of a pass in which prompts are computed beside `n_decoding` sequences that wait for their next token."""
-    most_ms = PROMPT_STRETCH * float(cost.table[min(n_decoding, len(cost.table) - 1)])
-    return max(cost.count_rows(most_ms), n_decoding + LEAST_PROMPT_ROWS)
+def _limit_rows(cost: CostModel, decoding: list[ScheduledRows]) -> int:
+    """Return the most rows of a pass in which prompts are computed beside sequences that wait for their next token."""
+    n = len(decoding)
+    load = Load(n, n, sum(each.seq.n_tokens for each in decoding))
+    return max(cost.count_rows(PROMPT_STRETCH * cost.predict(load), load), n + LEAST_PROMPT_ROWS)
 
 
 def _share_rows(prompts: list[Sequence], left: int) -> list[ScheduledRows]:

@@ -104,8 +104,34 @@ def test_moments_in_which_all_is_slow_do_not_add_up_where_nobody_looks(seed: int
 
 
 def test_what_was_learned_is_where_it_begins() -> None:
-    model = CostModel(COUNTS, (2 * TRUE).tolist(), 40, learned_ms=TRUE.tolist())
+    model = CostModel(COUNTS, (2 * TRUE).tolist(), 40, learned=[*TRUE.tolist(), 0.0, 0.0, 0.0])
     np.testing.assert_allclose(model.table[COUNTS], TRUE, rtol=1e-3)
+
+
+def measure_together(rng: np.random.Generator, model: CostModel, n_seqs: int, n_steps: int) -> None:
+    """Steps of so many sequences, on a machine whose speed changes every hundred steps or so."""
+    slow = 1.0
+    for _ in range(n_steps):
+        slow = float(rng.choice([1.0, 1.25, 1.5])) if rng.random() < 0.01 else slow
+        rows, keys = n_seqs + (int(rng.integers(0, 7)) if rng.random() < 0.1 else 0), n_seqs * int(rng.integers(300, 900))
+        ms = np.interp(rows, COUNTS, TRUE) + 0.3 * (n_seqs - 1) + 0.5 * (keys - 256) / 1000
+        model.observe(Load(rows, n_seqs, keys), float(ms) * slow * rng.normal(1, 0.06) * (3.0 if rng.random() < 0.02 else 1.0))
+
+
+@pytest.mark.parametrize("n_seqs", [8, 16])
+def test_steps_of_as_many_sequences_leave_the_curve_its_shape(n_seqs: int) -> None:
+    """The time of each sequence fits such steps as well as that of each row."""
+    model = CostModel(COUNTS, TRUE.tolist(), 40)
+    measure_together(np.random.default_rng(1), model, n_seqs, 6000)
+    assert (model.times / TRUE).min() > 0.7
+
+
+def test_a_later_model_predicts_what_the_earlier_one_did() -> None:
+    model = CostModel(COUNTS, TRUE.tolist(), 40)
+    measure_together(np.random.default_rng(0), model, 8, 1000)
+    later = CostModel(COUNTS, TRUE.tolist(), 40, learned=model.learned)
+    for load in (Load(1), Load(8, 8, 5000), Load(12, 8, 5000, 8)):
+        assert later.predict(load) == pytest.approx(model.predict(load), rel=0.03)
 
 
 def test_sequences_looks_and_keys_are_told_from_rows() -> None:
@@ -146,7 +172,7 @@ def test_says_how_well_it_foretold() -> None:
 def test_no_row_is_free_whatever_the_steps_say(seed: int) -> None:
     """Steps that contradict each other, and what was learned is not convex."""
     rng = np.random.default_rng(seed)
-    model = CostModel(COUNTS, TRUE.tolist(), 40, learned_ms=(TRUE * rng.uniform(0.5, 2, 5)).tolist())
+    model = CostModel(COUNTS, TRUE.tolist(), 40, learned=[*(TRUE * rng.uniform(0.5, 2, 5)).tolist(), 0.0, 0.0, 0.0])
     for _ in range(300):
         assert (np.diff(model.table[1:]) > 0).all()
         rows = int(rng.integers(1, 20))
@@ -155,5 +181,5 @@ def test_no_row_is_free_whatever_the_steps_say(seed: int) -> None:
 
 def test_how_many_rows_a_time_has_room_for() -> None:
     cost = CostModel([1, 4, 8], [10.0, 10.0, 20.0], max_rows=16)
-    assert [cost.count_rows(cost.table[n]) for n in range(1, 17)] == list(range(1, 17))
-    assert (cost.count_rows(0.0), cost.count_rows(1e6)) == (0, 16)
+    assert [cost.count_rows(cost.table[n], Load(1)) for n in range(1, 17)] == list(range(1, 17))
+    assert (cost.count_rows(0.0, Load(1)), cost.count_rows(1e6, Load(1))) == (0, 16)

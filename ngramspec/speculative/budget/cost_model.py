@@ -28,6 +28,9 @@ NOISE = 0.06
 _LEVEL, _LOCAL, _REACH = 0.3, 0.1, 1.5
 # Standard deviations of the factors of sequences, of searched sequences and of thousands of keys, as shares of the time of one row.
 _FACTORS = (0.006, 0.003, 0.005)
+# Greatest factors, as shares of the time of one row; none is less than 0. Where all steps have as many sequences, a change of the machine
+# fits the factors as well as the curve, which had shrunk to nothing after a few thousand steps.
+_GREATEST = (0.05, 0.05, 0.1)
 # Share of the initial uncertainty that every step adds back, since old steps count less; and the steps after which that is only the knots'
 # own uncertainty: a change of the whole curve shows in every step.
 _DRIFT, _YOUNG = 0.002, 64
@@ -67,20 +70,20 @@ class CostModel:
     """
 
     def __init__(
-        self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned_ms: Sequence[float] = (),
+        self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned: Sequence[float] = (),
         convex: bool = True,
     ) -> None:  # fmt: skip
         """Begin with `times_ms` of steps with `counts` rows of one sequence of `keys` tokens. Disturbed measurements took longer, so the
-        curve begins as the greatest one below that rises, and if `convex` is convex. `learned_ms`: the curve as an earlier engine left it.
+        curve begins as the greatest one below that rises, and if `convex` is convex. `learned`: what an earlier model had learned.
         """
         self.counts = np.array(counts, np.float64)
         self.max_rows, self.keys, self.n_seen = max_rows, keys, 0
         self._convex = convex
         rising = np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1]
         self._shape = lower_hull.py_func(self.counts, rising) if convex else rising
-        times = np.array(learned_ms, np.float64) if len(learned_ms) else self._shape.copy()
-        n = len(times)
-        self._state = np.append(times, np.zeros(3))
+        n = len(self._shape)
+        self._state = np.array(learned, np.float64) if len(learned) == n + 3 else np.append(self._shape, np.zeros(3))
+        times = self._state[:n]
         apart = np.abs(np.log2(self.counts)[:, None] - np.log2(self.counts)[None, :])
         self._local, everywhere = np.diag(np.append(np.zeros(n), np.array(_FACTORS) ** 2)), np.zeros((n + 3, n + 3))
         self._local[:n, :n], everywhere[:n, :n] = _LOCAL**2 * np.exp(-apart / _REACH), _LEVEL**2
@@ -102,6 +105,11 @@ class CostModel:
         return self._state[: len(self.counts)].copy()
 
     @property
+    def learned(self) -> list[float]:
+        """Milliseconds at `counts`, and of the three factors: where a later model may begin."""
+        return self._state.tolist()
+
+    @property
     def table(self) -> np.ndarray:
         """[max_rows + 1] float64: milliseconds of a step with T rows of one sequence at index T."""
         return self._table
@@ -110,9 +118,9 @@ class CostModel:
         """Return `table` for a step with this load beside its rows."""
         return self._table + self._get_extra_ms(load)
 
-    def count_rows(self, ms: float) -> int:
-        """Return the most rows of one sequence that a step can have in this time."""
-        return max(int(np.searchsorted(np.maximum.accumulate(self.table), ms, side="right")) - 1, 0)
+    def count_rows(self, ms: float, load: Load) -> int:
+        """Return the most rows that a step with the sequences and keys of `load` can have in this time."""
+        return max(int(np.searchsorted(np.maximum.accumulate(self.get_curve(load)), ms, side="right")) - 1, 0)
 
     def predict(self, load: Load) -> float:
         """Return the predicted milliseconds of a step."""
@@ -250,6 +258,8 @@ def _update(counts, shape, filtered, doubt, knot, rows, factors, ms):
     for i in range(n - 3):  # copying a slice would compile an error message of other shapes, for 2 s
         if state[i] < 1e-6:
             state[i] = 1e-6
+    for i in range(3):
+        state[n - 3 + i] = min(max(state[n - 3 + i], 0.0), _GREATEST[i] * state[0])
     for i in range(n):
         for j in range(n):
             cov[i, j] -= towards[i] * towards[j] / variance
