@@ -335,6 +335,7 @@ class Core:
             keys=sum(span.start + len(span.tokens) for span in batch.spans),
             looked=self._n_drafting,
             has_prompt=known > len(batch.spans),
+            n_beside=sum(len(span.tokens) == 1 for span in sampling) if known > len(batch.spans) else 0,
             speculates=self._speculates,
         )
         self._keep_states()

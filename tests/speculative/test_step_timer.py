@@ -191,3 +191,30 @@ def test_the_governor_stops_what_makes_it_slower(n_seqs: int) -> None:
     simulation.lies = 1.0  # and lets them come back
     ours(timing, simulation, 6000 // n_seqs)
     assert timing.threshold.governor < 3
+
+
+def load_beside(timing: StepTimer, true: Callable[[np.ndarray], np.ndarray], now: list[float], *, prompt_rows: int, steps: int) -> None:
+    """Passes of 8 sequences that make a token each, beside so many rows of prompts."""
+    for _ in range(steps):
+        timing.start_step()
+        rows = 8 + prompt_rows
+        n_beside = 8 if prompt_rows else 0
+        timing.set_load(rows, nodes=0, n_seqs=8, keys=0, looked=8, has_prompt=prompt_rows > 0, speculates=True, n_beside=n_beside)
+        timing.add_tokens(8)
+        now[0] += float(true(np.array(float(rows)))) / 1e3
+    timing.finish_step()
+    timing.flush()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_beside_prompts_is_worth_its_row(device: str) -> None:
+    """A node adds a row as the token does that it may save: as long as every pass has prompts, none pays that is not certain."""
+    true, now = DEVICES[device], [0.0]
+    timing = StepTimer(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: now[0])
+    load_beside(timing, true, now, prompt_rows=24, steps=1000)
+    timing.plan(32, 8, 0, 8)  # a trial at half the threshold
+    plan = timing.plan(32, 8, 0, 8)
+    assert plan.threshold * (plan.cost_ms[33] - plan.cost_ms[32]) == pytest.approx(1.0, rel=0.1)
+    load_beside(timing, true, now, prompt_rows=0, steps=8000)
+    timing.plan(8, 8, 0, 8)
+    assert timing.plan(8, 8, 0, 8).threshold == pytest.approx(8 / float(true(np.array(8.0))), rel=0.05)

@@ -60,6 +60,10 @@ class Load(NamedTuple):
     keys: int = 0  # that attention reads: the sum of the sequences' lengths; 0: as in the measurement
     looked: int = 0  # sequences that a draft was searched for
 
+    def drop_sequences(self, n_seqs: int) -> Load:
+        """Return the load without `n_seqs` sequences that have one row each. Their keys stay."""
+        return self._replace(rows=self.rows - n_seqs, n_seqs=max(self.n_seqs - n_seqs, 1))
+
 
 class CostModel:
     """A curve over a few row counts, interpolated between them and extended in a straight line, and three factors.

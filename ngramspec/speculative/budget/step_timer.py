@@ -43,7 +43,7 @@ class StepTimer:
         self._started: float | None = None
         self._load = self._base = Load(0)
         self._has_prompt = self._speculates = False
-        self._n_tokens = self._nodes = 0
+        self._n_tokens = self._nodes = self._n_beside = 0
         self._finished: list[_Step] = []
         self._pending_ms = 0.0
         self._n_stalls = 0
@@ -79,13 +79,16 @@ class StepTimer:
         self._probe_after = min(2 * self._probe_after, PROBE_INTERVAL)
         return True
 
-    def set_load(self, rows: int, *, nodes: int, n_seqs: int, keys: int, looked: int, has_prompt: bool, speculates: bool) -> None:
+    def set_load(
+        self, rows: int, *, nodes: int, n_seqs: int, keys: int, looked: int, has_prompt: bool, speculates: bool, n_beside: int = 0
+    ) -> None:  # fmt: skip
         """Set what the step's pass carries: `nodes` of its rows are drafts, and `n_seqs` sequences get tokens.
 
-        speculates: drafts may be made for any of them.
+        speculates: drafts may be made for any of them; n_beside: how many of them decode beside parts of prompts.
         """
         self._load, self._base = Load(rows, n_seqs, keys, looked), Load(rows - nodes, n_seqs, keys)
         self._nodes, self._has_prompt, self._speculates, self._n_tokens = nodes, has_prompt, speculates, 0
+        self._n_beside = n_beside
         self._since_plain = 0 if nodes == 0 and not has_prompt else self._since_plain + 1
         self._since_drafts = 0 if nodes else self._since_drafts + 1
 
@@ -118,7 +121,9 @@ class StepTimer:
             self.flush()
 
     def _record_step(self, ms: float) -> None:
-        self._finished.append(_Step(ms, self._load, self._base, self._nodes, self._n_tokens, self._has_prompt, self._speculates))
+        self._finished.append(
+            _Step(ms, self._load, self._base, self._nodes, self._n_tokens, self._has_prompt, self._speculates, self._n_beside)
+        )
         self._pending_ms += ms
 
     def flush(self) -> None:
@@ -131,7 +136,9 @@ class StepTimer:
                     continue
             if step.speculates:
                 plain = self.cost.predict(Load(load.n_seqs, load.n_seqs, load.keys))
-                predicted = PredictedMs(predicted_ms, self.cost.predict(step.base), plain, step.nodes)
+                base_ms = self.cost.predict(step.base)
+                beside = base_ms - self.cost.predict(step.base.drop_sequences(step.n_beside)) if step.n_beside else 0.0
+                predicted = PredictedMs(predicted_ms, base_ms, plain, step.nodes, step.n_beside, beside)
                 self.threshold.record_step(load.n_seqs, step.made, step.ms, predicted, has_prompt=step.has_prompt)
             if not step.has_prompt:
                 self.cost.observe(load, step.ms)
@@ -150,3 +157,4 @@ class _Step(NamedTuple):
     made: int
     has_prompt: bool
     speculates: bool
+    n_beside: int

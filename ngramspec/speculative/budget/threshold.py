@@ -3,7 +3,8 @@
 A node is drafted if the token that it may save is worth the time that its row adds. The value of a token does not depend on the pass that
 makes it: it is the time per token of the engine in the long run (the renewal-reward theorem: the policy that maximises
 tokens - threshold * milliseconds in every pass, at the rate that it then achieves, makes the most tokens per second). So a pass that
-carries a prompt, and takes long anyway, does not make nodes cheap.
+carries a prompt, and takes long anyway, does not make nodes cheap. But neither is the prompts' time saved by a token: one that would else
+have been made beside a part of a prompt saves the time of its row alone, and that is its value as far as tokens are made there.
 
 The governor compares the time that passes took with the time in which the engine would have made the same tokens without drafts. While
 speculation loses, it raises the threshold, whatever probabilities the drafts claim.
@@ -17,6 +18,8 @@ from typing import NamedTuple
 
 # ms: measurements fade by 1/e in this time.
 MEMORY_MS = 4000.0
+# ms: the same of where tokens are made, beside parts of prompts or not, which changes with every request.
+_LOAD_MEMORY_MS = 16_000.0
 # ms: weight of the prior that drafts change nothing.
 _PRIOR_MS = 100.0
 # The governor's gains for a loss and a profit of MEMORY_MS; how far it returns to 1 in MEMORY_MS, since drafts that it keeps out are not
@@ -33,6 +36,7 @@ class SpeculationThreshold:
         self._whole = _FadingRatio()
         self._decoding = _FadingRatio()  # passes without a part of a prompt
         self._undrafted = _FadingRatio()  # passes without drafts: predicted against measured time
+        self._rows = self._rows_beside = self._ms_beside = 0.0  # of sequences that decode, fading; those beside parts of prompts
 
     @property
     def gain(self) -> float:
@@ -41,11 +45,23 @@ class SpeculationThreshold:
 
     def get_threshold(self, n_seqs: int, plain_ms: float) -> float:
         """Return tokens per millisecond, if a pass without drafts makes `n_seqs` tokens in `plain_ms`."""
-        return self.governor * max(self._decoding.ratio, 1.0) * n_seqs / plain_ms
+        return self.governor / self._get_token_ms(plain_ms / (max(self._decoding.ratio, 1.0) * n_seqs))
+
+    def _get_token_ms(self, alone_ms: float) -> float:
+        """Return what a token is worth, if it takes `alone_ms` in a pass without parts of prompts."""
+        if self._rows_beside < 1.0:
+            return alone_ms
+        beside_ms = min(self._ms_beside / self._rows_beside, alone_ms)
+        return alone_ms + (beside_ms - alone_ms) * self._rows_beside / self._rows
 
     def record_step(self, n_seqs: int, n_tokens: int, ms: float, predicted: PredictedMs, *, has_prompt: bool) -> None:
         """Update the threshold with a pass that made `n_tokens` tokens for `n_seqs` sequences in `ms`."""
-        saved = (n_tokens - n_seqs) * predicted.plain / max(n_seqs, 1)
+        fade = max(1.0 - ms / _LOAD_MEMORY_MS, 0.5)
+        self._rows = self._rows * fade + (predicted.n_beside if has_prompt else n_seqs)
+        self._rows_beside = self._rows_beside * fade + predicted.n_beside
+        self._ms_beside = self._ms_beside * fade + predicted.beside
+        plain_ms = predicted.plain / max(n_seqs, 1)
+        saved = (n_tokens - n_seqs) * self._get_token_ms(plain_ms)
         slower = 1.0 / self._undrafted.ratio  # than predicted, by what else runs on this machine
         if has_prompt:  # the time of large passes is not predicted well; what rows add to them is
             baseline_ms = ms + (saved - (predicted.drafted - predicted.base)) * slower
@@ -53,7 +69,7 @@ class SpeculationThreshold:
             baseline_ms = (predicted.base + saved) * slower
             if predicted.nodes == 0:
                 self._undrafted.add(predicted.drafted, ms)
-            self._decoding.add(baseline_ms, ms)
+            self._decoding.add((predicted.base + (n_tokens - n_seqs) * plain_ms) * slower, ms)
         self._whole.add(baseline_ms, ms)
         lost = (ms - baseline_ms) / MEMORY_MS
         moved = self.governor * (1.0 + lost * (_RISE if lost > 0 else _FALL)) - (self.governor - 1.0) * _LEAK * ms / MEMORY_MS
@@ -67,6 +83,8 @@ class PredictedMs(NamedTuple):
     base: float  # of the same pass, had no draft been looked for
     plain: float  # of a pass without drafts and without parts of prompts
     nodes: int
+    n_beside: int = 0  # sequences that decode beside parts of prompts
+    beside: float = 0.0  # what their rows add to the pass
 
 
 class _FadingRatio:
