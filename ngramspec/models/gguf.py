@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
+from ngramspec.models.header_limits import name_other_file
 from ngramspec.models.tensor_source import KINDS
 
 _NAMES = (
@@ -198,7 +199,7 @@ def _damage_error(path: Path, why: str) -> ModelNotFoundError:
 
 def _parse(path: Path, raw: bytes, size: int) -> GgufHeader:
     if raw[:4] != b"GGUF":
-        raise _damage_error(path, "it does not begin with GGUF")
+        raise _damage_error(path, name_other_file(raw) or "it does not begin with GGUF")
     try:
         return _parse_fields(path, raw, size)
     except (struct.error, OverflowError) as error:

@@ -35,6 +35,15 @@ _SHARES = {"partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"}
 _ACCOUNT = 32  # Most weights that one number of a packed tensor may hold.
 
 
+def name_other_file(start: bytes) -> str:
+    """Return what a file is that begins with `start` and was saved in place of weights, and what to do; "" if that is not known."""
+    if start.startswith(b"version https://git-lfs.github.com/spec/"):
+        return "it is a pointer of Git LFS; `git lfs pull` in its repository fetches the file itself"
+    if start[:512].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "it is a web page; download the file itself, not the page that shows it"
+    return ""
+
+
 def check_files(folder: Path, spec: str) -> None:
     """Raise ModelNotFoundError if anything in a model's folder is no regular file: reading a pipe waits, reading a device never ends."""
     try:

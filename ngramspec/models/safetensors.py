@@ -9,6 +9,7 @@ Format: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import struct
@@ -61,12 +62,19 @@ def read(folder: Path, spec: str) -> dict[str, SafetensorsEntry]:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header: dict[str, Any] = json.loads(file.read(length))
         except (SafetensorError, OSError, ValueError, struct.error) as error:
-            raise ModelNotFoundError(f"{spec}: {path.name} is missing or damaged: {error}") from error
+            why = header_limits.name_other_file(_read_start(path)) or error
+            raise ModelNotFoundError(f"{spec}: {path.name} is missing or damaged: {why}") from error
         for name, entry in header.items():
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
                 tensors[name] = SafetensorsEntry(entry["dtype"], tuple(entry["shape"]), path, 8 + length + start, end - start)
     return tensors
+
+
+def _read_start(path: Path) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(512)
+    return b""
 
 
 def select_text_part(tensors: dict[str, SafetensorsEntry]) -> dict[str, SafetensorsEntry]:

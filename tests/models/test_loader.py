@@ -288,6 +288,20 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"), (b"\n<!DOCTYPE html><html>", "a web page")],
+)
+def test_what_was_saved_in_place_of_weights_is_named(saved: Path, tmp_path: Path, start: bytes, why: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(start)
+    with pytest.raises(ModelNotFoundError, match=why):
+        load_model(str(tmp_path / "a.gguf"))
+    (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(start)
+    with pytest.raises(ModelNotFoundError, match=why):
+        load_model(str(tmp_path))
+
+
 def test_a_hub_name_is_downloaded_without_code_or_pickles(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
