@@ -327,15 +327,15 @@ class Core:
     def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> Output:
         """Compute the pass."""
         n_rows, known = len(batch.input_ids), sum(len(span.tokens) for span in batch.spans)
-        sampling = [span for span in batch.spans if span.samples]
+        sampling, has_prompt = [span for span in batch.spans if span.samples], known > len(batch.spans)
         self.timing.set_load(
             n_rows,
             nodes=n_rows - known,
             n_seqs=len(sampling),
             keys=sum(span.start + len(span.tokens) for span in batch.spans),
             looked=self._n_drafting,
-            has_prompt=known > len(batch.spans),
-            n_beside=sum(len(span.tokens) == 1 for span in sampling) if known > len(batch.spans) else 0,
+            has_prompt=has_prompt,
+            n_beside=sum(len(span.tokens) == 1 for span in sampling) if has_prompt else 0,
             speculates=self._speculates,
         )
         self._keep_states()

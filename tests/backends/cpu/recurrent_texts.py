@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import tiny
 
 from ngramspec import Engine, SamplingParams
+from ngramspec.backends.cpu.llama_runner import CpuOptions
+from ngramspec.backends.cpu.runner import CpuRunner
+from ngramspec.backends.cpu.weight_map import WeightMap
+from ngramspec.backends.cpu.weight_map_check import check_weight_map
+from ngramspec.models.parameters import make_params_source
+from ngramspec.models.tensor_source import TensorSource
 
 
 def check_greedy_text(path: str, prompt: list[int], expected: list[int]) -> None:
@@ -63,3 +70,14 @@ def check_own_text_is_kept(model: Any, prediction: bool) -> None:
             again, alone = engine.complete(turn, short), engine.complete(turn, short, prefix_cache=False)
             assert again.token_ids == alone.token_ids
             assert again.cached_tokens == 32 if n == 80 else again.cached_tokens > len(prompt) + n - 96
+
+
+def read_checked_map(name: str) -> tuple[WeightMap, TensorSource]:
+    """Return the weight map of a tiny model and its weights: the map must be the same after a cache, and fit the weights."""
+    found = CpuRunner(tiny.tiny_model(name), CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
+    assert found is not None
+    source = make_params_source(tiny.tiny_model(name))
+    again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
+    assert again == found
+    check_weight_map(again, source)
+    return found, source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,15 @@ import pytest
 import tiny
 import tiny_architectures
 import torch
-from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_own_text_is_kept, check_states_are_kept
+from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_own_text_is_kept, check_states_are_kept, read_checked_map
 from transformers import PreTrainedModel
 
 from ngramspec.backends.cpu.llama_layers import ShortConvOptions
 from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
-from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.loader import load_model
-from ngramspec.models.parameters import make_params_source
 
 LAYERS = {"num_hidden_layers": 8, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
 GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.2, "attention_multiplier": 0.2}
@@ -93,13 +90,7 @@ def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature:
 
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     """It is read from a cache, and a pass reads addresses unchecked."""
-    model = tiny.tiny_model("granitemoehybrid")
-    found = CpuRunner(model, CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
-    assert found is not None
-    source = make_params_source(tiny.tiny_model("granitemoehybrid"))
-    again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
-    assert again == found
-    check_weight_map(again, source)
+    found, source = read_checked_map("granitemoehybrid")
     options, mamba = found.options, found.options.mamba
     assert mamba is not None
     for wrong in (
@@ -113,13 +104,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
 
 
 def test_a_map_with_mamba_beside_attention_that_does_not_fit_is_refused() -> None:
-    model = tiny.tiny_model("falcon_h1")
-    found = CpuRunner(model, CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
-    assert found is not None
-    source = make_params_source(tiny.tiny_model("falcon_h1"))
-    again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
-    assert again == found
-    check_weight_map(again, source)
+    found, source = read_checked_map("falcon_h1")
     first, *others = found.layers
     assert first.beside is not None
     layers = (

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_own_text_is_kept, check_states_are_kept
+from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_own_text_is_kept, check_states_are_kept, read_checked_map
 
-from ngramspec.backends.cpu.llama_runner import CpuOptions
-from ngramspec.backends.cpu.runner import CpuRunner
-from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.backends.cpu.weight_map_check import check_weight_map
-from ngramspec.models.parameters import make_params_source
 
 LAYERS = {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2}
 
@@ -39,13 +34,7 @@ def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature:
 
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     """It is read from a cache, and a pass reads addresses unchecked."""
-    model = tiny.tiny_model("lfm2")
-    found = CpuRunner(model, CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
-    assert found is not None
-    source = make_params_source(tiny.tiny_model("lfm2"))
-    again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
-    assert again == found
-    check_weight_map(again, source)
+    found, source = read_checked_map("lfm2")
     options, conv = found.options, found.options.short_conv
     assert conv is not None
     for wrong in (
