@@ -1,8 +1,8 @@
 """How long does somebody who writes code wait for suggestions? An editing session is replayed against servers over HTTP.
 
     python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--edits N]
-        [--contenders on,off,store,suffix-first,as-sent,predicted,llama-none,llama-ngram-simple,llama-ngram-mod] [--datastore STORE]
-        [--llama-server-python PATH] [--after-line N] [--ring N]
+        [--contenders on,off,store,suffix-first,as-sent,not-ahead,predicted,llama-none,llama-ngram-simple,llama-ngram-mod]
+        [--datastore STORE] [--llama-server-python PATH] [--after-line N] [--ring N] [--pauses]
 
 DIR are two releases of a library. Functions of the new one whose body is nowhere in the old one are written into their file, one after
 the other, as llama.vim has them completed: /infill with the 256 lines before the cursor and the 64 after it, greedy, up to `--max-tokens`
@@ -10,7 +10,8 @@ tokens. Each server has the same file and threads; functions are done by all ser
 
     cold        the first request of a function: the file's head has not been seen
     requests    at the beginnings of words of the body, in their order, each waited for: milliseconds to the first and the last token;
-                `prompt_tokens`: how many of the prompt's were computed, in the mean, at cold and at these requests
+                `prompt_tokens`: how many of the prompt's were computed, in the mean, at cold and at these requests. With `--pauses`
+                what is between two of them is typed before the next one, in the mean time of a key and of a line
     typed       the body is typed for real: each key cancels the request under way and sends another, unless what is shown goes on with
                 that key. A suggestion that is what comes next, or whose first line is, is accepted instead of typing it
     ring        with `--ring 16`, llama.vim's default, requests carry parts of files that were visited before, and one without a text to
@@ -268,10 +269,17 @@ async def read_on(server: ReplayedServer, function: NewFunction, seconds: float)
     server.warm_ups += tasks
 
 
-async def wait_for_each(server: ReplayedServer, function: NewFunction, n_requests: int, max_tokens: int) -> None:
-    """Ask at the beginnings of `n_requests` words of the body and wait for each suggestion."""
+async def wait_for_each(server: ReplayedServer, function: NewFunction, n_requests: int, max_tokens: int, think_s: float | None) -> None:
+    """Ask at the beginnings of `n_requests` words of the body and wait for each suggestion.
+
+    `think_s`: seconds before a line that pass, as does the time of typing, from one request to the next; None: none passes.
+    """
     starts = [i for i in range(1, len(function.body)) if function.body[i - 1].isspace() and not function.body[i].isspace()]
-    for n, at in enumerate([0, *common.pick_evenly(starts, n_requests)]):
+    places = [0, *common.pick_evenly(starts, n_requests)]
+    for n, at in enumerate(places):
+        if n and think_s is not None:
+            typed = function.body[places[n - 1] : at]
+            await asyncio.sleep(KEY_MEAN_S * len(typed) + think_s * typed.count("\n"))
         times: list[float] = []
         computed = server.figures.first_tokens if n else server.figures.cold_tokens
         await complete(server.address, make_body(function, at, max_tokens, server.ring), times, computed)
@@ -348,12 +356,13 @@ def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]
         with _open_llama_server(name.removeprefix("llama-"), args) as server:
             yield server
         return
-    if name not in ("on", "off", "store", "suffix-first", "as-sent", "predicted"):
+    if name not in ("on", "off", "store", "suffix-first", "as-sent", "not-ahead", "predicted"):
         raise SystemExit(f"no contender named {name}")
     settings: dict[str, Any] = {"max_model_len": RING_CONTEXT if args.ring else CONTEXT} | ({"no_spec": True} if name == "off" else {})
     settings |= {"threads": args.threads} if args.threads else {}
     settings |= {"fim_order": name} if name == "suffix-first" else {}
     settings |= {"fim_window": 0} if name == "as-sent" else {}
+    settings |= {"no_fim_ahead": True} if name == "not-ahead" else {}
     settings |= {"datastore": f"old={args.datastore}"} if name == "store" else {}
     with serve(args.model, **settings) as process:
         yield ReplayedServer(process.address, process.pid)
@@ -406,7 +415,7 @@ async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction
             server = servers[name]
             if args.ring:
                 await read_on(server, function, args.reading)
-            await wait_for_each(server, function, args.requests, args.max_tokens)
+            await wait_for_each(server, function, args.requests, args.max_tokens, args.think if args.pauses else None)
             await type_body(server, function, args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
             server.ring.leave(function)
             await asyncio.gather(*server.warm_ups)  # the next server has the machine for itself
@@ -431,6 +440,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ring", type=int, default=0, metavar="N", help="parts of other files that requests carry (llama.vim: 16)")
     parser.add_argument("--reading", type=float, default=10.0, metavar="S", help="seconds before a function is begun, with --ring")
     parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
+    parser.add_argument("--pauses", action="store_true", help="between these requests the time passes that typing takes")
     parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed")
     parser.add_argument("--edits", type=int, default=0, help="whole files that are edited by chat")
     parser.add_argument("--think", type=float, default=2.0, metavar="S", help="seconds before the first key of a line")
@@ -466,7 +476,7 @@ def main() -> None:
         "edit_s",
     ]
     common.print_table(["server", *columns], [[name, *(str(f.get(key)) for key in columns)] for name, f in figures.items()])
-    names = ("functions", "ring", "reading", "requests", "typed", "edits", "think", "max_tokens", "threads", "seed")
+    names = ("functions", "ring", "reading", "requests", "pauses", "typed", "edits", "think", "max_tokens", "threads", "seed")
     settings = {name: getattr(args, name) for name in names} | {"old": args.old.name, "new": args.new.name}
     document = {"benchmark": "session", "model": Path(args.model).name, "figures": figures, "settings": settings}
     common.print_document(document | common.describe_machine("cpu", args.threads or os.cpu_count() or 0))

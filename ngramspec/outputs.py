@@ -256,6 +256,8 @@ class EngineStatus:
     """Sequences that gave their blocks back to older ones."""
     passes: int
     """Forward passes of the model."""
+    tokens_ahead: int = 0
+    """Tokens of prompts that were computed before anybody asked for them."""
     speculation_gain: float = 1.0
     """Estimated speed of the last seconds in times that without drafts."""
     price_bar: float = 1.0

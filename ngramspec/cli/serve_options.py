@@ -219,6 +219,15 @@ class ServerOptions(TypedDict, total=False):
             metavar="LINES",
         ),
     ]
+    fim_ahead: Annotated[
+        bool,
+        option(
+            _LOAD,
+            "While nothing else runs, compute the prompt that follows if a suggestion is accepted, and that of a window which begins "
+            "elsewhere soon. Default: yes; on a battery it may not be worth the power.",
+            "--fim-ahead/--no-fim-ahead",
+        ),
+    ]
     pad_stream: Annotated[
         float,
         option(

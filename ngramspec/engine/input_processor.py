@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from ngramspec.engine.sequence import Sequence, SequenceOptions
 from ngramspec.errors import InvalidInputError, PromptTooLongError
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.kv_cache.blocks import BlockHashes
-from ngramspec.outputs import Completion
+from ngramspec.outputs import Choice, Completion
+from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.tokenizer.detokenizer import NoText, SpecialTokens, TextStream
@@ -31,6 +32,7 @@ class InputProcessor:
         """Make what checks and encodes requests. `prefix_cache`: whether they may use it."""
         self._encoding, self._grammars, self._eos_token_ids = encoding, grammars, eos_token_ids
         self._max_model_len, self._prefix_cache = max_model_len, prefix_cache
+        self._suggestions = Suggestions()
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the token ids [n] int32 of a prompt. Raises InvalidInputError, PromptTooLongError, TokenizerError."""
@@ -56,11 +58,29 @@ class InputProcessor:
         cursor = hints.get("cursor", ("", ""))
         if not (isinstance(cursor, tuple) and len(cursor) == 2 and all(isinstance(text, str) for text in cursor)):
             raise InvalidInputError(f"cursor must be a pair of texts, got {cursor!r:.80}")
+        if not callable(hints.get("next_prompts", print)):
+            raise InvalidInputError(f"next_prompts must be a function, got {hints['next_prompts']!r:.80}")
         if (chosen := hints.get("datastores")) is None:
             return
         several = isinstance(chosen, (list, tuple, set, frozenset))
         if wrong := [name for name in chosen if name not in datastores] if several else [chosen]:
             raise InvalidInputError(f"datastores must be among {sorted(datastores)!r:.1000}, got {wrong if several else chosen!r:.1000}")
+
+    def shares_prefix(self, hints: Hints) -> bool:
+        """Return whether a request uses the prefix cache."""
+        return self._prefix_cache and hints.get("prefix_cache", True) and hints.get("tenant", "") is not None
+
+    def recall_suggestion(self, hints: Hints) -> list[Callable[[Choice], None]]:
+        """Let what is left of an earlier suggestion at the hints' cursor be the prediction, unless there is one.
+
+        Return what is to be called with the choice once it has ended, so that it is remembered in turn.
+        """
+        if (cursor := hints.get("cursor")) is None:
+            return []
+        place, suggestions = (hints.get("tenant", ""), *cursor), self._suggestions
+        if hints.get("prediction") is None and (rest := suggestions.find(*place)) is not None:
+            hints["prediction"] = rest
+        return [lambda choice: suggestions.add(*place, choice.text)]
 
     def make_sequences(self, ids: np.ndarray, params: SamplingParams, completion: Completion, hints: Hints) -> list[Sequence]:
         """Return a sequence for each of the `n` samples, whose choices become those of the completion."""
@@ -69,8 +89,7 @@ class InputProcessor:
         if expected is not None:
             prediction = self._encoding.match_line_ends(ids, self._encoding.encode(expected, "prediction", add_special_tokens=False))
         bad_words = [ids for word in params.bad_words for ids in self._list_spellings(word)]
-        shares = self._prefix_cache and hints.get("prefix_cache", True) and tenant is not None
-        block_hashes = BlockHashes(tenant or "", ids) if shares else None
+        block_hashes = BlockHashes(tenant or "", ids) if self.shares_prefix(hints) else None
         constraint = None if params.grammar is None else self._grammars.compile(params.grammar, tenant)
         special = self._encoding.special_tokens
         stop_tokens = {special[text]: text for text in params.stop if text in special}

@@ -36,7 +36,6 @@ from ngramspec.grammar.llguidance import Grammars
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.options import options_of
 from ngramspec.outputs import BLOCK, Beam, Completion, EngineStatus
-from ngramspec.prompts.suggestions import Suggestions
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
@@ -131,7 +130,6 @@ class Engine(GenerationMethods):
         self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
         self.exactness, self.vocab_size = bound.runner.exactness, bound.runner.vocab_size
         self._keep, self._architecture = bound.keep, bound.architecture
-        self._suggestions = Suggestions()
         self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
         self._inputs = InputProcessor(bound.encoding, self._grammars, bound.eos_token_ids, self.max_model_len, self.prefix_cache)
         self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
@@ -280,12 +278,9 @@ class Engine(GenerationMethods):
             raise InvalidInputError(f"final_only must be True or False, got {final_only!r}")
         ids = self._inputs.encode(prompt)
         self._inputs.check(params, hints, self._datastores)
-        remember = None
-        if (cursor := hints.get("cursor")) is not None:
-            place = (hints.get("tenant", ""), *cursor)
-            remember = partial(self._suggestions.add, *place)
-            if hints.get("prediction") is None and (rest := self._suggestions.find(*place)) is not None:
-                hints["prediction"] = rest
+        on_end = self._inputs.recall_suggestion(hints)
+        if (list_prompts := hints.get("next_prompts")) is not None and self._inputs.shares_prefix(hints):
+            on_end.append(partial(self._thread.expect_prompts, list_prompts, hints.get("tenant") or ""))
         completion = Completion(
             ids.tolist(),
             [],
@@ -294,7 +289,7 @@ class Engine(GenerationMethods):
             precision=self.runner.precision,
         )
         seqs = self._inputs.make_sequences(ids, params, completion, hints)
-        request = Request(completion, params, seqs, deliver, self._thread, final_only=final_only, remember=remember)
+        request = Request(completion, params, seqs, deliver, self._thread, final_only=final_only, on_end=on_end)
         self._thread.add(request)
         return request
 
@@ -439,6 +434,7 @@ class Engine(GenerationMethods):
             cached_tokens=scheduler.cached_tokens,
             preemptions=scheduler.n_preempted,
             passes=self.core.n_passes,
+            tokens_ahead=self.core.ahead.n_tokens,
             speculation_gain=self.core.timing.threshold.gain,
             price_bar=self.core.timing.threshold.governor,
             reliability=self.speculator.reliability(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, TypedDict
@@ -17,7 +17,7 @@ from ngramspec.engine.sequence import Sequence
 from ngramspec.errors import InvalidInputError
 from ngramspec.foreign_names import explain_parameters
 from ngramspec.options import options_of
-from ngramspec.outputs import Completion, Delta
+from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.sampling_params import SamplingOptions, SamplingParams
 from ngramspec.tokenizer.encode import Prompt
 
@@ -46,6 +46,10 @@ class Hints(TypedDict, total=False):
     there is another: people type along what was suggested to them."""
     prefix_cache: bool
     """False: this request neither uses the prefix cache nor leaves anything in it."""
+    next_prompts: Callable[[str], Iterable[Several[int]]]
+    """Called with what was written, once the request has ended and nothing else runs, in the engine's thread: returns token ids with which
+    the tenant's next prompts probably begin, the most probable first. They are computed into the prefix cache until a request comes. What
+    a cancelled request has written is "": nobody has seen it."""
 
 
 class PromptOptions(SamplingOptions, Hints, total=False):
@@ -133,17 +137,17 @@ class Request:
 
     def __init__(
         self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver | None, thread: Owner, *,
-        final_only: bool = False, remember: Callable[[str], None] | None = None,
+        final_only: bool = False, on_end: Several[Callable[[Choice], None]] = (),
     ) -> None:  # fmt: skip
         """Make a request with one of `seqs` per choice.
 
         `deliver` is called in the engine's thread with each delta, or if `final_only` with the last one; None: nobody wants deltas.
-        `remember` is called with the first choice's text once the request has ended, cancelled or not.
+        `on_end` are called with the first choice once the request has ended, cancelled or not.
         """
         self.params = params
         self.completion = completion
         self.seqs = seqs
-        self._deliver, self._thread, self._remember = deliver, thread, remember
+        self._deliver, self._thread, self._on_end = deliver, thread, on_end
         self._n_unfinished = len(seqs)
         self._streams = deliver is not None and not final_only
         for seq in seqs:
@@ -193,8 +197,8 @@ class Request:
         if self._n_unfinished == 0:
             completion.duration_s = now
             delta.completion = completion
-            if self._remember is not None:
-                self._remember(completion.choices[0].text)
+            for each in self._on_end:
+                each(completion.choices[0])
         self._deliver_delta(delta)
         if is_over := self._n_unfinished == 0:
             self._done.set()

@@ -18,6 +18,7 @@ from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.engine.acceptance import Acceptance, ExactMatch
 from ngramspec.engine.native_steps import NativeSteps
 from ngramspec.engine.observers import Accepted, Observers
+from ngramspec.engine.prompt_ahead import PromptAhead
 from ngramspec.engine.scheduler import ScheduledRows, Scheduler
 from ngramspec.engine.sequence import Sequence
 from ngramspec.grammar import forced_tokens
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
 
-IDLE_S = 0.01  # without a request, until weights are moved into large pages
+IDLE_S = 0.01  # without a request, until weights are moved into large pages and prompts are computed ahead
 
 
 class Core:
@@ -52,6 +53,7 @@ class Core:
         self.runner, self.timing, self.on_error = runner, StepTimer(cost), on_error
         self.acceptance = acceptance or ExactMatch()
         self.scheduler = Scheduler(runner.pool, runner.max_rows)
+        self.ahead = PromptAhead(runner, runner.max_rows)
         self.n_passes = 0
         self._max_rows = sys.maxsize  # of a pass with drafts; less once one did not fit into memory
         self.drafts_forced_tokens = True
@@ -119,13 +121,19 @@ class Core:
     def idle_after_s(self) -> float | None:
         """Seconds without a request after which `work_idle` has something to do; None if there is nothing."""
         until_saving_s = None if self.prefixes is None else self.prefixes.idle_after_s
-        if not self.has_small_pages:
+        if not (self.has_small_pages or self._can_compute_ahead):
             return until_saving_s
         return IDLE_S if until_saving_s is None else min(IDLE_S, until_saving_s)
 
+    @property
+    def _can_compute_ahead(self) -> bool:
+        return self.ahead.has_work and not self.lacks_code
+
     def work_idle(self) -> None:
-        """Do a few milliseconds of what can wait until there is no request."""
-        if self.prefixes is not None and (self.prefixes.idle_after_s == 0 or not self.has_small_pages):
+        """Do for some milliseconds what can wait until there is no request."""
+        if self._can_compute_ahead:
+            self.ahead.compute_some(self.scheduler.slots[-1], self.cost)
+        elif self.prefixes is not None and (self.prefixes.idle_after_s == 0 or not self.has_small_pages):
             self.prefixes.save_some()
         elif self.has_small_pages:
             self.enlarge_page()

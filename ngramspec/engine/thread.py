@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from functools import partial
 
@@ -22,6 +23,7 @@ from ngramspec.engine.request import Request
 from ngramspec.engine.sequence import Sequence
 from ngramspec.engine.step import Core
 from ngramspec.errors import CallbackError, EngineClosedError, NgramspecError, OutOfMemoryError
+from ngramspec.outputs import Choice
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +147,11 @@ class StepThread:
         self._fail(self._request_of[seq], error)
 
     # ------------------------------------------------------------------ in the thread itself
+
+    def expect_prompts(self, list_prompts: Callable[[str], Iterable[Several[int]]], tenant: str, choice: Choice) -> None:
+        """Have prompts computed ahead that a tenant will probably ask for after this choice; see `Hints.next_prompts`."""
+        written = "" if choice.finish_reason == "cancelled" else choice.text
+        self.core.ahead.expect(partial(list_prompts, written), tenant)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request, all its sequences."""

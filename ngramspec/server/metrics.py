@@ -160,6 +160,11 @@ class _Status(Collector):
             ("prefix_cache_hits", "Tokens that were found there.", status.prefix_hits),
             ("num_preemptions", "Sequences that gave up their memory and were computed anew.", status.preemptions),
             ("engine_passes", "Passes of the model.", status.passes),
+            (
+                "prompt_tokens_ahead",
+                "Tokens of prompts that were computed while nothing ran, before a request had them.",
+                status.tokens_ahead,
+            ),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
         for name, text, field in (

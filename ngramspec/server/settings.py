@@ -236,6 +236,9 @@ class ServerSettings(BaseSettings):
     """Lines before the cursor that an editor sends of a file that has more; llama.vim's and llama.vscode's `n_prefix`. A prefix of as many
     begins with a line of its first quarter that stays the same while the cursor goes down, so that the prefix cache has the prompt's
     beginning after each new line. "any": every prefix of 32 lines or more does; 0: none."""
+    fim_ahead: bool = True
+    """While nothing else runs, compute into the prefix cache the prompt that follows if a suggestion is accepted, and that of the window
+    which begins elsewhere soon."""
     pad_stream: float = Field(default=0, ge=0, le=10_000)
     """Milliseconds per token of every answer, so that its pace does not tell what was drafted. 0: as soon as it is there."""
     log_format: Literal["text", "json"] = "text"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ngramspec.engine.llm_engine import Engine
+from ngramspec.engine.llm_engine import Engine, Hints
 from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.fim import Fim
 from ngramspec.server.auth import Keyring
@@ -38,6 +38,12 @@ class ServerState:
     """The names of the model; answers carry the first."""
     fingerprint: str
     """OpenAI's `system_fingerprint`: what texts depend on beside the request."""
+
+    def expect_prompts(self, hints: Hints, prefix: str, suffix: str, *extra: Sequence[tuple[str, str]], limit: int | None = None) -> None:
+        """Name the prompts that will probably follow a request to fill in the middle, of these texts, for the engine to compute ahead."""
+        fim = self.fim
+        if fim is not None and self.settings.fim_ahead:
+            hints["next_prompts"] = lambda written: fim.list_next_prompts(prefix, suffix, written, *extra, limit=limit)
 
 
 def model_not_found(asked: str, names: Sequence[str]) -> ApiError:

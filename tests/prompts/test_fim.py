@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.prompts.fim import FORMATS, Fim, Format
+from ngramspec.prompts.fim import FORMATS, LINES_AHEAD, Fim, Format, Order
 
 CODE = ["def add(a, b):\n    return a + b\n", "import os\n\nfor name in os.listdir('.'):\n    print(name)\n", "class A:\n    pass\n"]
 BOS, EOS = "<s>", "</s>"
@@ -309,6 +309,42 @@ def test_a_window_that_is_cut_by_characters_begins_with_a_whole_line() -> None:
     starts = [tuple(fim.prompt(text[end - 1000 : end], "\n")[1:20]) for end in range(1000, 1300)]
     assert len(set(starts)) < 12
     assert len(fim.prompt("x\n" * 31, "\n")) == len(fim.prompt("x\n" * 30, "\n")) + len(fim.prompt("x\n", "\n")) - len(fim.prompt("", "\n"))
+
+
+@pytest.mark.parametrize(("form", "order"), [("qwen", "prefix-first"), ("qwen", "suffix-first"), ("codestral", "prefix-first")])
+def test_the_window_that_begins_elsewhere_soon_is_named_before(form: str, order: Order) -> None:
+    lines = [f"def f{i}(x):" if i % 5 == 0 else f"    y = x + {i // 5}" for i in range(600)]
+    size, tokenizer = 128, bytes_tokenizer(TOKENS[form])
+    fim = Fim.detect(tokenizer, order, size)
+    assert fim is not None
+
+    def prefix(end: int) -> str:
+        return "\n".join([*lines[end - size : end], "    z"])
+
+    ends = range(size, len(lines))
+    prompts = [fim.prompt(prefix(end), "suffix") for end in ends]
+    named = [list(fim.list_next_prompts(prefix(end), "suffix", "")) for end in ends]
+    begins_with_suffix = order == "suffix-first" or form == "codestral"
+    changes = [i for i in range(1, len(ends)) if prompts[i][:60] != prompts[i - 1][:60]]
+    for last, i in itertools.pairwise(changes):
+        first = max(last, i - LINES_AHEAD)
+        (ahead,) = named[first]
+        n = len(ahead) - 1  # the last line end may be one token with the blanks behind it
+        assert prompts[i][:n] == ahead[:n]
+        assert len(prompts[i]) - len(ahead) < 25 * (i - first + 2), "the lines that were written since"
+        assert (re.search("(?i)suffix.{1,2}suffix", tokenizer.decode(ahead)) is not None) == begins_with_suffix
+    assert len(changes) > 5
+    assert sum(map(bool, named)) < LINES_AHEAD * len(changes) + LINES_AHEAD, "no window is named sooner"
+
+
+def test_the_prompt_after_an_accepted_suggestion() -> None:
+    fim = Fim.detect(bytes_tokenizer(TOKENS["qwen"]), window=40)
+    assert fim is not None
+    window = "".join(f"x = {i}\n" for i in range(40))
+    for prefix, written in (("a\nb", "c\nd"), (window + "y", " = 1\nz = 2"), (window + "y", " = 1\n")):
+        after = "\n".join((prefix + written).split("\n")[-1 - prefix.count("\n") :]) if prefix != "a\nb" else prefix + written
+        assert list(fim.list_next_prompts(prefix, "s", written, FILES))[-1] == fim.prompt(after, "s", FILES)
+    assert list(fim.list_next_prompts("a", "s", "")) == []
 
 
 def test_not_even_the_control_tokens_fit() -> None:

@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.outputs import Completion, Delta, TokenLogprob
+from ngramspec.outputs import BLOCK, Completion, Delta, TokenLogprob
 from ngramspec.prompts.fim import Fim
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
@@ -173,6 +173,19 @@ def test_a_session_of_llama_vim(editor: httpx.Client, fim_engine: Engine, fim: F
         for name in INFO:
             assert isinstance(answer[f"timings/{name}"], (int, float))
     assert fim_engine.status().prefix_hits > before
+
+
+def test_what_follows_an_accepted_suggestion_is_computed_ahead(fim_engine: Engine, make_server: Callable[..., Any]) -> None:
+    body = {"input_prefix": BEFORE * 3 + "# ", "input_suffix": AFTER * 3, "n_predict": 20, "cache_prompt": True}
+    for fim_ahead in (True, False):
+        with httpx.Client(base_url=make_server(ServerSettings(fim_ahead=fim_ahead), fim_engine).url, timeout=60) as client:
+            answer = post(client, "/infill", body | {"prompt": str(fim_ahead)})
+            until = time.monotonic() + 20
+            while fim_engine.core.ahead.has_work and time.monotonic() < until:
+                time.sleep(0.005)
+            accepted = post(client, "/infill", body | {"prompt": str(fim_ahead) + answer["content"]})
+        n_computed = accepted["timings"]["prompt_n"]
+        assert (n_computed <= BLOCK) if fim_ahead else (n_computed > len(AFTER)), (fim_ahead, n_computed)
 
 
 def test_the_same_ids_the_same_text(editor: httpx.Client, fim_engine: Engine, fim: Fim) -> None:

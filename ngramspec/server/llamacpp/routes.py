@@ -17,7 +17,6 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec import __version__
 from ngramspec.engine.llm_engine import Hints
 from ngramspec.grammar.base import Grammar
-from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, check_site, identify, operator
 from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias
@@ -55,10 +54,12 @@ def make_router(state: ServerState) -> APIRouter:
         handler.set_defaults(body)
         with state.admission.reserve(body.n_cmpl) as reservation:
             size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
-            cursor = (body.input_prefix + body.prompt, body.input_suffix)
+            texts, limit = handler.read_infill(body)
             inputs = await handler.make_inputs(
-                identity, body, size, lambda: [handler.encode_infill(fim, body)], stop_ids=fim.stop_ids, cursor=cursor
+                identity, body, size, lambda: [fim.prompt(*texts, limit=limit)], stop_ids=fim.stop_ids, cursor=texts[:2]
             )
+            if body.n_predict != 0:  # what computes a prompt alone shows nobody what it writes
+                state.expect_prompts(inputs[0].hints, *texts, limit=limit)
             return await handler.answer(reservation, http, body, inputs)
 
     @routes.post("/completion", responses=GENERATES)
@@ -133,13 +134,13 @@ class _LlamaHandler:
         if "seed" not in given:
             body.seed = -1 if defaults.get("seed") is None else defaults["seed"]
 
-    def encode_infill(self, fim: Fim, body: InfillBody) -> list[int]:
-        """Return the prompt of a request to fill in the middle, cut to what the context holds beside the middle. Raises ValueError."""
+    def read_infill(self, body: InfillBody) -> tuple[tuple[str, str, list[tuple[str, str]]], int]:
+        """Return prefix, suffix and further files of a prompt to fill in the middle, and how many tokens it may have."""
         length = self.engine.max_model_len
         reserve = min(body.n_predict, length // 2) if body.n_predict > 0 else min(RESERVE, length // 4)
         limit = min(length - reserve, self.state.settings.limits.prompt_tokens or length)
         extra = [(chunk.filename, chunk.text) for chunk in body.input_extra]
-        return fim.prompt(body.input_prefix + body.prompt, body.input_suffix, extra, limit=limit)
+        return (body.input_prefix + body.prompt, body.input_suffix, extra), limit
 
     async def make_inputs(
         self,

@@ -286,7 +286,8 @@ class _GenerateHandler(_OllamaHandler):
         check_grammar(form, self._state.engine, self.hints["tenant"])
         if self._fim is not None:
             params = replace(params, stop_token_ids=self._fim.stop_ids)
-            self.hints["cursor"] = (self._given.prompt, self._given.suffix or "")
+            self.hints["cursor"] = cursor = (self._given.prompt, self._given.suffix or "")
+            self._state.expect_prompts(self.hints, *cursor)
         return EngineInput(ids, params, self.hints)
 
     def _finish(self, completion: Completion) -> dict[str, Any]:

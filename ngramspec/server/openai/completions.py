@@ -96,7 +96,7 @@ class _TextHandler(CompletionHandler):
 
     def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: CompletionRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "cmpl-")
-        self._engine, self._limits = state.engine, state.limits
+        self._state, self._engine, self._limits = state, state.engine, state.limits
         self._prompts, self._body = prompts, body
         self._texts = TokenIdTexts(texts) if self.names_token_ids else texts
         self._n_logprobs = body.n_probs or None if body.logprobs is None else body.logprobs
@@ -160,8 +160,12 @@ class _TextHandler(CompletionHandler):
         self._limits.check_vocabulary(replace(params, n=params.n * len(prompts)), sum(map(len, prompts)))
         if self._fim is None:
             return [EngineInput(ids, params, self.hints) for ids in prompts]
-        cursors = [(str(prompt), self._body.suffix or "") for prompt in self.prompts]
-        return [EngineInput(ids, params, Hints(**self.hints, cursor=cursor)) for ids, cursor in zip(prompts, cursors, strict=True)]
+        inputs = []
+        for ids, prompt in zip(prompts, self.prompts, strict=True):
+            cursor = str(prompt), self._body.suffix or ""
+            inputs.append(EngineInput(ids, params, Hints(**self.hints, cursor=cursor)))
+            self._state.expect_prompts(inputs[-1].hints, *cursor)
+        return inputs
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
