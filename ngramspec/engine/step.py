@@ -127,7 +127,7 @@ class Core:
 
     @property
     def _can_compute_ahead(self) -> bool:
-        return self.ahead.has_work and not self.lacks_code
+        return self.ahead.has_work and not self.lacks_code and bool(self.scheduler.slots)
 
     def work_idle(self) -> None:
         """Do for some milliseconds what can wait until there is no request."""

@@ -191,7 +191,7 @@ class StepThread:
                     self._step()
                     if self.core.has_small_pages:
                         self.core.enlarge_page()
-                else:
+                elif not self._inbox:  # a beam search posts its next turn
                     self.core.work_idle()
             if self.core.prefixes is not None:
                 self.core.prefixes.close()

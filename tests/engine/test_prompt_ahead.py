@@ -90,6 +90,12 @@ def test_a_request_takes_the_place_of_what_is_computed_ahead(engine: Engine, mon
     assert engine.status().tokens_ahead - before <= 224
 
 
+def test_a_beam_search_may_hold_all_slots(engine: Engine) -> None:
+    engine.complete(make_text(20), max_tokens=1, next_prompts=lambda _: [make_text(240) for _ in range(20)])
+    assert len(engine.beam_search(make_text(20), width=8, max_tokens=12, ignore_eos=True)) == 8
+    assert wait_until(lambda: not engine.core.ahead.has_work)
+
+
 def test_what_goes_wrong_ahead_ends_nothing(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     def fail(written: str) -> list[list[int]]:
         raise ValueError("no prompt")
