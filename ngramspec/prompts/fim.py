@@ -164,13 +164,13 @@ class Fim:
     ) -> Iterator[list[int]]:
         """Yield beginnings of prompts that will probably be asked for after one that was answered with `written`.
 
-        First that of the window which begins elsewhere within `LINES_AHEAD` lines, if there is one, as far as its texts are known today:
-        it is long and sure to come. Then what follows if all that was written is accepted. The arguments are those of `prompt`. Raises
+        First those of windows that begin elsewhere within `LINES_AHEAD` lines, if there are any, as far as their texts are known today:
+        they are long and sure to come. Then what follows if all that was written is accepted. The arguments are those of `prompt`. Raises
         ValueError as it does.
         """
         lines, extra = prefix.split("\n"), list(extra)
         is_window = self._is_window(prefix)
-        if is_window and (later := _begin_later_window(lines)):
+        for later in _begin_later_windows(lines) if is_window else ():
             ids = self._write("\n".join([*later[:-1], ""]), suffix, extra, limit=limit)
             begins_with_suffix = self.format.middle is None or self.order == "suffix-first"
             yield ids if begins_with_suffix else ids[: ids.index(self._added[self.format.suffix])]
@@ -277,12 +277,12 @@ def _begin_window(lines: list[str]) -> list[str]:
     return lines[min(range(1, _end_quarter(lines)), key=lambda i: _rank_line(lines, i)) :]
 
 
-def _begin_later_window(lines: list[str]) -> list[str]:
-    """Return the known lines of the window that begins elsewhere, once it has moved by up to LINES_AHEAD lines; none if it does not."""
+def _begin_later_windows(lines: list[str]) -> list[list[str]]:
+    """Return the known lines of each window that begins elsewhere than the one before it, while it moves by up to LINES_AHEAD lines."""
     n = _end_quarter(lines)
     ranks = [_rank_line(lines, i) for i in range(min(n + LINES_AHEAD, len(lines)))]
-    begins = [min(range(moved + 1, min(moved + n, len(ranks))), key=ranks.__getitem__) for moved in range(len(ranks) - n + 1)]
-    return next((lines[i:] for i in begins if i != begins[0]), [])
+    begins = [min(range(moved + 1, moved + n), key=ranks.__getitem__) for moved in range(len(ranks) - n + 1)]
+    return [lines[i:] for i in dict.fromkeys(begins) if i != begins[0]]
 
 
 def _end_quarter(lines: list[str]) -> int:

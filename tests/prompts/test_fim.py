@@ -326,9 +326,9 @@ def test_the_window_that_begins_elsewhere_soon_is_named_before(form: str, order:
     named = [list(fim.list_next_prompts(prefix(end), "suffix", "")) for end in ends]
     begins_with_suffix = order == "suffix-first" or form == "codestral"
     changes = [i for i in range(1, len(ends)) if prompts[i][:60] != prompts[i - 1][:60]]
-    for last, i in itertools.pairwise(changes):
-        first = max(last, i - LINES_AHEAD)
-        (ahead,) = named[first]
+    for i in changes:
+        first = max(i - LINES_AHEAD, 0)
+        (ahead,) = (each for each in named[first] if each[:60] == prompts[i][:60])
         n = len(ahead) - 1  # the last line end may be one token with the blanks behind it
         assert prompts[i][:n] == ahead[:n]
         assert len(prompts[i]) - len(ahead) < 25 * (i - first + 2), "the lines that were written since"
