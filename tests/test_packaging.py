@@ -8,8 +8,10 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -94,3 +96,19 @@ def test_torch_is_held_back_by_the_constraints_alone() -> None:
     assert torch == "torch>=2.11,<3"
     assert "torch<2.14" in (ROOT / "constraints.txt").read_text()
     assert not [name for name in project["dependencies"] if name.startswith(("torch", "transformers"))]
+
+
+def test_a_source_package_holds_what_is_tracked(tmp_path: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    tracked = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    for name in tracked:
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / "source" / name)
+    build = "import setuptools.build_meta as b; b.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "source", capture_output=True, check=True)
+    (package,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(tracked) - held <= {".gitignore"}
