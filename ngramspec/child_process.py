@@ -58,6 +58,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if log_errors else subprocess.DEVNULL,
+            cwd=_choose_working_folder(),
             start_new_session=True,  # an interrupt from the keyboard is not for it
         )
         self._limit_s: float | None = None
@@ -213,6 +214,15 @@ class ProcessPool:
         with self._changed:
             while self._idle:
                 self._idle.pop().close()
+
+
+def _choose_working_folder() -> str | None:
+    """Return the folder to start a child in: the root if this process's own has been deleted, in which libraries cannot be imported."""
+    try:
+        Path.cwd()
+    except OSError:
+        return os.sep
+    return None
 
 
 def _find_import_folders(packages: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ def make_answer(setup):
                     return {"error": "memory"}
             case "facts":
                 flags = {"isolated": sys.flags.isolated, "no_site": sys.flags.no_site}
-                return {"path": sys.path, "group": os.getpgid(0), "pid": os.getpid(), **flags}
+                return {"path": sys.path, "folder": os.getcwd(), "group": os.getpgid(0), "pid": os.getpid(), **flags}
         return {"echo": message, "setup": setup}
     return answer
 """
@@ -214,3 +214,16 @@ def test_a_forked_process_has_children_of_its_own() -> None:
     assert int(told) != of_parent
     assert pool.ask({"do": "facts"}, 60)["pid"] == of_parent
     pool.close()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps a folder that a process works in")
+def test_a_child_starts_although_the_current_folder_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    child = start()
+    try:
+        child.wait_until_ready()
+        assert child.ask({"do": "facts"}, 60)["folder"] == os.sep
+    finally:
+        child.close()

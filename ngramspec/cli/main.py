@@ -155,8 +155,16 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _check_working_folder() -> None:
+    """Raise BadInputError if the current folder has been deleted: torch, numba and relative paths need one."""
+    try:
+        Path.cwd()
+    except OSError:
+        raise BadInputError("the current folder has been deleted; change to another one and run the command again") from None
+
+
 @app.callback()
 def _common(
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    pass
+    _check_working_folder()
