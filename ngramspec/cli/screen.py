@@ -115,7 +115,7 @@ class CompletionView:
             share = accepted / drafted if drafted else 0.0
             name = Text(to_printable(f"  {source}"), style=self._get_colour(source) if self._drafts else "")
             table.add_row(name, f"{drafted}", f"{accepted} accepted, {share:.0%}; expected {stats.expected_by_source.get(source, 0.0):.0f}")
-        table.add_row("seed", f"{done.seed}", f"exactness {done.exactness}, precision {done.precision}")
+        table.add_row("seed", "", f"{done.seed}; exactness {done.exactness}, precision {done.precision}")  # a wide column would be too much
         for choice in done.choices if self._drafts else []:
             for where, n in find_verbatim_runs(choice.draft_sources)[:8]:
                 table.add_row(Text(f"  {n} tokens", style=self._get_colour("datastore")), "", Text(to_printable(where)))

@@ -72,12 +72,14 @@ class PlaybackEngine:
 
 
 class PlaybackRequest:
+    seed: int = 7
+
     def __init__(self, prompt: list[int], params: SamplingParams, source: str) -> None:
         tokens = list(TEXT.encode())
         sources = [None if i % 2 else source for i in range(len(tokens))]
         stats = Stats(len(tokens) // 2, len(tokens), 20, len(tokens) // 2, {source: 20}, {source: len(tokens) // 2})
         choices = [Choice(i, TEXT, tokens, "stop", None, sources, stats) for i in range(params.n)]
-        self.done = Completion(prompt, choices, 7, "bitwise", 0.1, 2.0)
+        self.done = Completion(prompt, choices, self.seed, "bitwise", 0.1, 2.0)
 
     def deltas(self) -> Iterator[Delta]:
         for choice in self.done.choices:

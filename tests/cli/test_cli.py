@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tiny
-from playback import TEXT, PlaybackEngine, run
+from playback import TEXT, PlaybackEngine, PlaybackRequest, run
 
 from ngramspec import ModelNotFoundError, OutOfMemoryError, __version__
 from ngramspec.cli import main as cli
@@ -411,3 +411,25 @@ def test_a_wrong_model_is_one_line_before_anything_is_imported(command: list[str
     assert done.stderr.startswith("ngramspec: ")
     assert done.stderr.count("\n") == 1
     assert model.removeprefix("random:") in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps a folder that a process works in")
+def test_a_deleted_working_folder_is_named(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    assert run(monkeypatch, "complete", "x") == 2
+    assert capsys.readouterr().err == "ngramspec: the current folder has been deleted; change to another one and run the command again\n"
+    assert run(monkeypatch, "--version") == 0
+
+
+def test_statistics_fit_into_eighty_columns(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PlaybackRequest, "seed", 2**64 - 1)
+    assert run(monkeypatch, "complete", "x") == 0
+    table = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
+    assert str(2**64 - 1) in "".join(table)
+    assert [line for line in table if len(line) > 80] == []
