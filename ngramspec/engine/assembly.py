@@ -33,7 +33,7 @@ from ngramspec.errors import InvalidInputError, MissingPackageError
 from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
-from ngramspec.models.names import locate_gguf, resolve
+from ngramspec.models.names import is_gguf_name, locate_gguf, resolve
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span, pack
@@ -404,7 +404,7 @@ def speculator(config: EngineConfig, runner: Runner, cost: CostModel, drafters: 
 
 def _guess_compiled(model: str | PreTrainedModel, config: EngineConfig, device: DeviceConfig) -> background_compiler.CompiledFor:
     """Guess what code is needed before the model's file has been read: keys and values are float16 beside quantised weights."""
-    is_gguf = isinstance(model, str) and (model == "smollm2" or model.lower().endswith(".gguf"))
+    is_gguf = isinstance(model, str) and is_gguf_name(model)
     int8 = (is_gguf or config.quantize == "q8_0") and device.precision != "float32"
     kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else "float16" if int8 else "float32"
     file = resolve(model) if isinstance(model, str) and is_gguf else None

@@ -9,6 +9,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
@@ -39,6 +40,7 @@ _STRING, _ARRAY = 8, 9
 _HEADER_SIZES = (1 << 21, 1 << 23, 1 << 25, 1 << 27)
 # Bounds of memory, since each entry becomes an object; the largest models have some 100 keys and 2,000 tensors.
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 18
+_MAGIC = b"GGUF"
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 
 _u32 = struct.Struct("<I")
@@ -114,6 +116,15 @@ class Gguf:
 
 class _TooShortError(Exception):
     """The bytes read so far end within the header."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a file with the suffix or, as Ollama's blobs, with the first bytes of GGUF."""
+    if not path.is_file():
+        return False
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return path.suffix.lower() == ".gguf" or file.read(len(_MAGIC)) == _MAGIC
+    return path.suffix.lower() == ".gguf"
 
 
 def read(path: Path) -> Gguf:
@@ -198,7 +209,7 @@ def _damage_error(path: Path, why: str) -> ModelNotFoundError:
 
 
 def _parse(path: Path, raw: bytes, size: int) -> GgufHeader:
-    if raw[:4] != b"GGUF":
+    if raw[: len(_MAGIC)] != _MAGIC:
         raise _damage_error(path, name_other_file(raw) or "it does not begin with GGUF")
     try:
         return _parse_fields(path, raw, size)

@@ -57,7 +57,7 @@ def resolve(spec: str) -> Path | str:
         hint = f"; name one of its GGUF files: {', '.join(inside)}" if inside else ""
         raise ModelNotFoundError(f"the folder {spec!r} has no config.json, so it holds no model{hint}")
     if path.is_file():
-        if path.suffix.lower() == ".gguf":
+        if gguf.is_gguf(path):
             return path
         raise ModelNotFoundError(f"the file {spec!r} is not a model; accepted: {ACCEPTED}")
     if hub.parse_gguf_name(spec) is not None and not Path(spec.partition("/")[0]).is_dir():
@@ -65,6 +65,11 @@ def resolve(spec: str) -> Path | str:
     if spec.lower().endswith(".gguf") or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", spec):
         raise ModelNotFoundError(f"there is no file or folder {spec!r}; accepted: {ACCEPTED}")
     return spec
+
+
+def is_gguf_name(spec: str) -> bool:
+    """Return whether a name is that of a GGUF file, here or on the hub, without asking the hub."""
+    return spec == "smollm2" or spec.lower().endswith(".gguf") or gguf.is_gguf(expand_home(spec))
 
 
 def download(name: str, patterns: list[str], progress: Callable[[str], None] | None = None) -> Path:

@@ -111,7 +111,7 @@ def find_start_record(spec: str, settings: tuple[object, ...], cache_dir: Path) 
     """Return the record of the GGUF file that `spec` names, with settings that change its content; None if it names no GGUF file."""
     with contextlib.suppress(Exception):  # whoever opens the file reports what is wrong with it
         path = smollm2_gguf() if spec == "smollm2" else expand_home(spec)
-        if not path.is_file() or path.suffix.lower() != ".gguf":
+        if not gguf.is_gguf(path):
             return None
         file = gguf.read(path)
         key = [RECORD_FORMAT, _TRANSFORMERS, _describe_processor(), digest_code(), file.fingerprint(), list(map(str, settings))]

@@ -387,6 +387,17 @@ def test_a_tokenizer_that_cannot_be_written_is_a_fault_of_the_cache(path: Path, 
         gguf_hf_mapping.derive(gguf, tmp_path)
 
 
+def test_a_gguf_is_known_by_its_first_bytes_too(path: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "sha256-12ab"
+    blob.write_bytes(path.read_bytes())
+    loaded, _ = stages(blob, tmp_path / "cache")
+    assert loaded.tokenizer is not None
+    assert start_cache.find_start_record(str(blob), (), tmp_path) is not None
+    blob.write_bytes(b"GGML")
+    with pytest.raises(ModelNotFoundError, match="is not a model"):
+        load_model(str(blob))
+
+
 def test_a_gguf_is_read_once(path: Path, derive: object, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     loaded, first = stages(path, cache)
