@@ -37,6 +37,11 @@ def find_free_memory() -> int | None:
         limit = int((group / "memory.max").read_text("utf-8"))
         cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text("utf-8"), re.MULTILINE)
         free.append(limit - int((group / "memory.current").read_text("utf-8")) + (int(cached[1]) if cached else 0))
+    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows, not Linux
+        import resource
+
+        if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:  # `ulimit -v`
+            free.append(max(limit - int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * PAGE, 0))
     return min(free, default=None)
 
 

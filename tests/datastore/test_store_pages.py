@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,3 +150,14 @@ def test_files_that_a_control_group_has_read_are_free(monkeypatch: pytest.Monkey
     texts["/proc/meminfo"] = ""
     assert page_cache.find_free_memory() is None
     assert page_cache.measure_free_memory() == 2 << 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_free_memory_knows_the_limit_of_the_address_space() -> None:
+    code = (
+        "import resource; from ngramspec.datastore.page_cache import find_free_memory; n = 4 << 30;"
+        "resource.setrlimit(resource.RLIMIT_AS, (n, n)); print(n - find_free_memory())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) <= 4 << 30
+    assert int(done.stdout) > 10 << 20, "what is mapped already"

@@ -70,8 +70,9 @@ class KVPool(BlockTables):
         try:
             keys, values = make_zeros(sum(sizes), dtype), make_zeros(sum(value_sizes), dtype)
         except MemoryError as e:
+            size = n_blocks * self.block_bytes(shapes, dtype, value_dim) >> 20
             raise OutOfMemoryError(
-                f"a KV pool of {n_blocks} blocks ({n_blocks * self.block_bytes(shapes, dtype, value_dim) >> 20} MiB) does not fit in memory"
+                f"a KV pool of {n_blocks} blocks ({size} MiB) does not fit in memory; kv_memory (--kv-memory) makes it smaller"
             ) from e
         parts = [list(zip(shapes, np.split(each, np.cumsum(n)[:-1]), strict=True)) for each, n in ((keys, sizes), (values, value_sizes))]
         self.keys = [part.reshape(n_blocks, h, d, BLOCK) for (h, d), part in parts[0]]
