@@ -55,6 +55,13 @@ def test_a_text_is_continued(client: httpx.Client) -> None:
     assert set(lines[-1]) >= STATISTICS
 
 
+def test_clients_can_divide_by_the_time_of_one_pass(client: httpx.Client) -> None:
+    given = {"model": "any", "prompt": "def add(", "options": GREEDY | {"num_predict": 1}, "raw": True, "stream": False}
+    made = client.post("/api/generate", json=given).json()
+    assert made["eval_count"] == 1
+    assert made["eval_duration"] > 0
+
+
 def test_a_prompt_is_a_message_and_its_context_goes_on(client: httpx.Client) -> None:
     given = {"model": "any", "prompt": "draw", "system": "Be brief.", "options": GREEDY, "stream": False}
     made = client.post("/api/generate", json=given).json()

@@ -214,6 +214,8 @@ class _OllamaHandler(CompletionHandler):
         """Return the end of an answer with its statistics."""
         timings = response_stats.timings(completion)
         reason = "length" if completion.finish_reason == "length" else "stop"
+        # Clients divide by it. If one pass computed the prompt and wrote the whole text, it is that pass's time.
+        eval_ms = timings["predicted_ms"] or timings["prompt_ms"]
         return {
             "done": True,
             "done_reason": reason,
@@ -222,7 +224,7 @@ class _OllamaHandler(CompletionHandler):
             "prompt_eval_count": len(completion.prompt_token_ids),
             "prompt_eval_duration": round(timings["prompt_ms"] * 1e6),
             "eval_count": len(completion.token_ids),
-            "eval_duration": round(timings["predicted_ms"] * 1e6),
+            "eval_duration": max(round(eval_ms * 1e6), 1),
         }
 
 
