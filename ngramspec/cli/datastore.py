@@ -157,7 +157,7 @@ def build_datastore(
     if jobs is not None:
         os.environ["RAYON_NUM_THREADS"] = str(jobs)  # read by `tokenizers` when it first runs in parallel
     with _exit_on_sigterm():
-        from ngramspec.cli import screen_datastore
+        from ngramspec.cli import screen, screen_datastore
         from ngramspec.datastore import build, corpus
         from ngramspec.datastore import update as updating
         from ngramspec.datastore.manifest import read_manifest
@@ -171,7 +171,10 @@ def build_datastore(
             raise BadInputError("name the model that the datastore is for: --tokenizer M, such as --tokenizer smollm2")
         else:
             options, name = corpus.CorpusOptions(**corpus_options), tokenizer
-        backend = load_tokenizer_backend(tokenizer)
+        with screen.show_progress(quiet) as progress:
+            if tokenizer is not None:
+                progress(f"reading the tokenizer of {tokenizer}")
+            backend = load_tokenizer_backend(tokenizer)
         with screen_datastore.show_progress(quiet) as on_progress:
             how: dict[str, Any] = {"options": options, "writer": _WRITER, "on_progress": on_progress}
             if update:
