@@ -179,6 +179,22 @@ def test_no_row_is_free_whatever_the_steps_say(seed: int) -> None:
         model.observe(Load(rows), float(np.interp(rows, COUNTS, TRUE)) * rng.uniform(0.5, 3))
 
 
+@pytest.mark.parametrize("convex", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_step_is_predicted_to_take_no_time(seed: int, convex: bool) -> None:
+    """Steps of a machine under load, a hundredth to five times as long: predictions had been as low as minus ten times the true one."""
+    rng = np.random.default_rng(seed)
+    model, shortest = CostModel(COUNTS, TRUE.tolist(), 40, convex=convex), TRUE[0]
+    for _ in range(300):
+        rows = int(rng.choice([*COUNTS, 3, 19]))
+        ms = float(np.interp(rows, COUNTS, TRUE)) * rng.uniform(0.01, 5)
+        model.observe(Load(rows, 1, int(rng.integers(1, 5000))), ms)
+        shortest = min(shortest, ms)
+        assert model.table.min() > shortest / 4
+        assert model.predict(Load(1, 1, 1)) > 0
+        assert (np.diff(model.table[1:]) > 0).all()
+
+
 def test_how_many_rows_a_time_has_room_for() -> None:
     cost = CostModel([1, 4, 8], [10.0, 10.0, 20.0], max_rows=16)
     assert [cost.count_rows(cost.table[n], Load(1)) for n in range(1, 17)] == list(range(1, 17))

@@ -44,6 +44,8 @@ _SHAPE = 0.5
 # Standard deviation, as a share, that a step adds to each knot that it is not near, for at most so many steps, when knots contradict each
 # other: if the machine was slow for a while in which few row counts occurred, the latest measurements hold.
 _STALE, _STALE_STEPS = 0.1, 4
+# Share of its time that a knot keeps at least in one step: a linear filter may take more than all of it away.
+_LEAST_KEPT = 0.25
 # Share of the time of one row that each further row adds at least.
 _LEAST_SLOPE = 2e-4
 # Steps between two fits of the convex curve, and sweeps of a fit.
@@ -198,6 +200,8 @@ def _fit_curve(x, y, variances, least, force, sweeps, convex):
             out[i] += variances[i] * a * more
             out[j] -= variances[j] * (a + b) * more
             out[j + 1] += variances[j + 1] * b * more
+    # A steep convex curve through uncertain knots may be less than 0 at the first x. The maximum of two convex curves is convex.
+    out[0] = max(out[0], y.min())
     for j in range(n - 1):  # what the sweeps have left over: no row is ever free
         out[j + 1] = max(out[j + 1], out[j] + least * (x[j + 1] - x[j]))
     return out
@@ -258,18 +262,26 @@ def _update(counts, shape, filtered, doubt, knot, rows, factors, ms):
         streak[0] = min(streak[0], 0) - 1
     else:
         streak[0] = 0
+    least = _LEAST_KEPT * state
     state += towards * (off / math.sqrt(variance))
-    for i in range(n - 3):  # copying a slice would compile an error message of other shapes, for 2 s
-        if state[i] < 1e-6:
-            state[i] = 1e-6
-    for i in range(3):
-        state[n - 3 + i] = min(max(state[n - 3 + i], 0.0), _GREATEST[i] * state[0])
+    _limit_state(state, least)
     for i in range(n):
         for j in range(n):
             cov[i, j] -= towards[i] * towards[j] / variance
     for i in range(n):  # lost by rounding
         cov[i, i] = max(cov[i, i], 1e-12)
     _cap_knot(shape, state, cov, knot)
+    _limit_state(state, least)  # a knot that is capped moves the others
+
+
+@njit(cache=True, nogil=True)
+def _limit_state(state, least):
+    """Keep the knots' times at `least` [n] and above 0, and the three factors between 0 and the greatest, in place."""
+    n = len(state)
+    for i in range(n - 3):  # copying a slice would compile an error message of other shapes, for 2 s
+        state[i] = max(state[i], least[i], 1e-6)
+    for i in range(3):
+        state[n - 3 + i] = min(max(state[n - 3 + i], 0.0), _GREATEST[i] * state[0])
 
 
 @njit(cache=True, nogil=True)
