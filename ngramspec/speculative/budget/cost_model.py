@@ -201,7 +201,10 @@ def _fit_curve(x, y, variances, least, force, sweeps, convex):
             out[j] -= variances[j] * (a + b) * more
             out[j + 1] += variances[j + 1] * b * more
     # A steep convex curve through uncertain knots may be less than 0 at the first x. The maximum of two convex curves is convex.
-    out[0] = max(out[0], y.min())
+    lowest = y[0]
+    for i in range(1, n):
+        lowest = min(lowest, y[i])
+    out[0] = max(out[0], lowest)
     for j in range(n - 1):  # what the sweeps have left over: no row is ever free
         out[j + 1] = max(out[j + 1], out[j] + least * (x[j + 1] - x[j]))
     return out
@@ -279,7 +282,7 @@ def _limit_state(state, least):
     """Keep the knots' times at `least` [n] and above 0, and the three factors between 0 and the greatest, in place."""
     n = len(state)
     for i in range(n - 3):  # copying a slice would compile an error message of other shapes, for 2 s
-        state[i] = max(state[i], least[i], 1e-6)
+        state[i] = max(state[i], max(least[i], 1e-6))
     for i in range(3):
         state[n - 3 + i] = min(max(state[n - 3 + i], 0.0), _GREATEST[i] * state[0])
 
