@@ -399,18 +399,24 @@ def test_what_is_no_form_is_told(
     assert not engine.made, "no model is loaded"
 
 
-@pytest.mark.parametrize("command", [["complete", "x"], ["serve"], ["beam", "x"]])
-@pytest.mark.parametrize("model", ["./nosuch", "none.gguf", "~nosuch/none.gguf", "random:none", __file__, "a b"])
-def test_a_wrong_model_is_one_line_before_anything_is_imported(command: list[str], model: str) -> None:
-    code = (
-        "import sys, ngramspec.cli.main as cli\nsys.argv[0] = 'ngramspec'\ntry: cli.main()\n"
-        "finally: print(sorted({'torch', 'transformers', 'numba', 'fastapi'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *command, "--model", model], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
-    assert done.stderr.startswith("ngramspec: ")
-    assert done.stderr.count("\n") == 1
-    assert model.removeprefix("random:") in done.stderr
+def test_a_wrong_model_is_one_line_before_anything_is_imported() -> None:
+    models = ["./nosuch", "none.gguf", "~nosuch/none.gguf", "random:none", __file__, "a b"]
+    cases = [[*command, "--model", model] for command in (["complete", "x"], ["serve"], ["beam", "x"]) for model in models]
+    code = f"""
+import sys
+import ngramspec.cli.main as cli
+for case in {cases!r}:
+    sys.argv = ["ngramspec", *case]
+    try:
+        cli.main()
+    except SystemExit as end:
+        print(end.code, sorted({{"torch", "transformers", "numba", "fastapi"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "2 []\n" * len(cases), done.stderr
+    for (*_, model), line in zip(cases, done.stderr.splitlines(), strict=True):
+        assert line.startswith("ngramspec: ")
+        assert model.removeprefix("random:") in line
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows keeps a folder that a process works in")

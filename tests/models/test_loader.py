@@ -429,13 +429,13 @@ def test_no_start_asks_transformers_of_the_file_or_the_package_gguf(path: Path, 
         import sys
         from pathlib import Path
         from ngramspec.models.loader import open_model
-        opened = open_model({str(path)!r}, cache_dir=Path({str(tmp_path / "cache")!r}))
-        opened.source["model.layers.0.self_attn.q_proj.weight"].rows(0, 16)
+        for _ in range(2):
+            opened = open_model({str(path)!r}, cache_dir=Path({str(tmp_path / "cache")!r}))
+            opened.source["model.layers.0.self_attn.q_proj.weight"].rows(0, 16)
         unwanted = {{"gguf", "transformers.modeling_gguf_pytorch_utils"}}
         print(sorted(unwanted & sys.modules.keys()))
     """
-    first, second = (subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout for _ in range(2))
-    assert (first, second) == ("[]\n", "[]\n")
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def flip_a_bit(path: Path, where: int) -> None:
