@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from fastapi.routing import APIRoute
 from sse_starlette import EventSourceResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
@@ -72,8 +73,7 @@ class EventStream(_ReservedStream):
         format_error: ErrorFormat = format_openai_error,
     ) -> None:
         def encode(event: Event) -> bytes:
-            name = f"event: {event['type']}\n" if named and isinstance(event, dict) and "type" in event else ""
-            return f"{name}data: {_dump(event)}\n\n".encode()
+            return _encode_event(event, named=named)
 
         content = _encode_all(events, encode, format_error, "[DONE]" if done else None)
         super().__init__(reservation, content, ping=PING_S, ping_message_factory=None if ping is None else lambda: encode(ping))
@@ -85,6 +85,16 @@ class JsonLines(_ReservedStream):
     def __init__(self, reservation: Reservation, events: AsyncIterator[Event]) -> None:
         content = _encode_all(events, lambda event: f"{_dump(event)}\n".encode(), format_ollama_error, None)
         super().__init__(reservation, content, ping=0, media_type="application/x-ndjson")
+
+
+def format_events(events: Iterable[Event]) -> Response:
+    """Return a response of named events that are all there already."""
+    return Response(b"".join(_encode_event(event, named=True) for event in events), media_type="text/event-stream")
+
+
+def _encode_event(event: Event, *, named: bool) -> bytes:
+    name = f"event: {event['type']}\n" if named and isinstance(event, dict) and "type" in event else ""
+    return f"{name}data: {_dump(event)}\n\n".encode()
 
 
 async def _encode_all(

@@ -209,6 +209,54 @@ def test_a_response_goes_on_from_another(api: openai.OpenAI) -> None:
     assert api.responses.create(input="again", previous_response_id=second.id, **asked).output_text == third.output_text
 
 
+def test_the_input_of_a_response_is_listed(api: openai.OpenAI) -> None:
+    first = api.responses.create(input="hello", max_output_tokens=8)
+    more: Any = [{"role": "user", "content": [{"type": "input_text", "text": "more"}]}]
+    second = api.responses.create(input=more, previous_response_id=first.id, max_output_tokens=8)
+    items: list[Any] = list(api.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [(item.role, item.content[0].text) for item in items] == [("user", "hello"), ("assistant", first.output_text), ("user", "more")]
+    assert items[1].id == first.output[0].id
+    assert [item.id for item in api.responses.input_items.list(second.id)] == [item.id for item in reversed(items)]
+    page = api.responses.input_items.list(second.id, order="asc", limit=2)
+    assert (page.has_more, page.data[-1].id) == (True, items[1].id)
+    with pytest.raises(openai.BadRequestError, match="there is no item 'a'"):
+        api.responses.input_items.list(second.id, after="a")
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        api.responses.input_items.list(second.id, limit=0)
+    with pytest.raises(openai.NotFoundError):
+        api.responses.input_items.list("resp_1")
+
+
+def test_input_tokens_are_those_of_a_response(api: openai.OpenAI) -> None:
+    first = api.responses.create(input="hello", max_output_tokens=8)
+    asked: Any = {"input": "more", "instructions": "Be brief.", "previous_response_id": first.id, "tools": FLAT}
+    made = api.responses.create(**asked, max_output_tokens=8)
+    assert made.usage is not None
+    assert api.responses.input_tokens.count(**asked).input_tokens == made.usage.input_tokens
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": FLAT, "tool_choice": "required", "max_output_tokens": 150}], ids=["text", "calls"])
+def test_a_kept_response_is_streamed(api: openai.OpenAI, asked: dict[str, Any]) -> None:
+    given: Any = {"input": "draw", "max_output_tokens": 8, "temperature": 0} | asked
+    sent: list[Any] = list(api.responses.create(**given, stream=True))
+    told: list[Any] = list(api.responses.retrieve(sent[-1].response.id, stream=True))
+    assert [event.type for event in told] == list(dict.fromkeys(event.type for event in sent))
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    assert told[-1].response == sent[-1].response
+
+    def join(events: list[Any]) -> str:
+        return "".join(event.delta for event in events if event.type.endswith(".delta"))
+
+    assert join(told) == join(sent)
+    with pytest.raises(openai.BadRequestError, match="leave it out"):
+        api.responses.retrieve(sent[-1].response.id, stream=True, starting_after=2)
+
+
+def test_no_response_is_cancelled(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="close its connection"):
+        api.responses.cancel("resp_1")
+
+
 def test_calls_are_gone_on_from(reciting: openai.OpenAI) -> None:
     made = reciting.responses.create(input="draw", tools=FLAT, temperature=0, max_output_tokens=200)
     results: Any = [

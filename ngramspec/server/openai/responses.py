@@ -11,9 +11,9 @@ import copy
 import functools
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, Delta, TokenLogprob
@@ -21,13 +21,15 @@ from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput
+from ngramspec.server.error_responses import ApiError, make_field_error
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.chat import describe_logprobs
 from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation, Piece
 from ngramspec.server.openai.response_store import ResponseStore
-from ngramspec.server.openai.responses_schemas import DeletedResponse, Response, ResponsesRequest, in_its_words
+from ngramspec.server.openai.responses_schemas import DeletedResponse, Response, ResponseInputTokens, ResponsesRequest, in_its_words
+from ngramspec.server.openai.stored_items import list_input_items, replay_response
 from ngramspec.server.prompt_progress import PromptProgress
-from ngramspec.server.sse import GENERATES, EventStream
+from ngramspec.server.sse import GENERATES, EventStream, format_events
 from ngramspec.server.state import ServerState
 from ngramspec.server.token_strings import TokenTexts
 
@@ -38,14 +40,18 @@ def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
     prompts, store, texts = state.prompts, ResponseStore(), TokenTexts(state.engine.tokenizer)
 
-    @routes.post("/responses", include_in_schema=False, responses=GENERATES)
-    @routes.post("/v1/responses", response_model=Response, response_model_exclude_unset=True, responses=GENERATES)
-    async def respond(body: ResponsesRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
-        """Answer with text, or with calls of functions."""
+    def prepare(body: ResponsesRequest, identity: Identity) -> None:
+        """Check a request and fill in what it takes from earlier responses. Raises ApiError."""
         body.check()
         body.fill_references(functools.partial(store.get_item, identity.tenant))
         if body.previous_response_id is not None:
             body.go_on(store.get(identity.tenant, body.previous_response_id, "previous_response_id").items)
+
+    @routes.post("/responses", include_in_schema=False, responses=GENERATES)
+    @routes.post("/v1/responses", response_model=Response, response_model_exclude_unset=True, responses=GENERATES)
+    async def respond(body: ResponsesRequest, http: Request, identity: Annotated[Identity, Depends(identify)]) -> Any:
+        """Answer with text, or with calls of functions."""
+        prepare(body, identity)
         with in_its_words():
             handler = _ResponseHandler(state, prompts, body, identity, store, texts)
             with state.admission.reserve() as reservation:
@@ -60,9 +66,41 @@ def make_router(state: ServerState) -> APIRouter:
                 return handler.answer(completion)
 
     @routes.get("/v1/responses/{response_id}", response_model=Response, response_model_exclude_unset=True)
-    async def get_response(response_id: str, identity: Annotated[Identity, Depends(identify)]) -> Any:
-        """Give a stored response back."""
-        return store.get(identity.tenant, response_id).response
+    async def get_response(
+        response_id: str, identity: Annotated[Identity, Depends(identify)], stream: bool = False, starting_after: int | None = None
+    ) -> Any:
+        """Give a stored response back, with `stream` as events."""
+        response = store.get(identity.tenant, response_id).response
+        if starting_after is not None:
+            why = "the events of a stream are not kept as they were sent; leave it out to get the whole response"
+            raise make_field_error("starting_after", why, "not_supported")
+        return format_events(replay_response(response)) if stream else response
+
+    @routes.get("/v1/responses/{response_id}/input_items")
+    async def get_input_items(
+        response_id: str,
+        identity: Annotated[Identity, Depends(identify)],
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        """List the items that led to a stored response."""
+        return list_input_items(store.get(identity.tenant, response_id), after=after, limit=limit, order=order)
+
+    @routes.post("/v1/responses/input_tokens")
+    async def count_input_tokens(body: ResponsesRequest, identity: Annotated[Identity, Depends(identify)]) -> ResponseInputTokens:
+        """Count the tokens of a prompt, also of one that is too long to be answered."""
+        prepare(body, identity)
+        with in_its_words(), state.admission.reserve():
+            conversation = _make_conversation(state, prompts, body)
+            n = await state.encoders.run(identity.tenant, conversation.n_chars, conversation.count_tokens)
+            return ResponseInputTokens(object="response.input_tokens", input_tokens=n)
+
+    @routes.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(response_id: str, identity: Annotated[Identity, Depends(identify)]) -> Any:
+        """Refuse: no response is made in the background."""
+        why = "only responses that are made in the background can be cancelled, and none is here; to end one, close its connection"
+        raise ApiError(400, why, param="response_id", code="not_supported")
 
     @routes.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, identity: Annotated[Identity, Depends(identify)]) -> DeletedResponse:
@@ -73,6 +111,11 @@ def make_router(state: ServerState) -> APIRouter:
     return routes
 
 
+def _make_conversation(state: ServerState, prompts: Prompts, body: ResponsesRequest) -> Conversation:
+    """Raises ApiError (400)."""
+    return Conversation(state, prompts, body.turns, body.box, "input", body.style())
+
+
 class _ResponseHandler(CompletionHandler):
     """One request of /v1/responses."""
 
@@ -81,7 +124,7 @@ class _ResponseHandler(CompletionHandler):
     ) -> None:
         super().__init__(state, body, identity, "resp_")
         self._body, self._store, self._texts = body, store, texts
-        self._conversation = Conversation(state, prompts, body.turns, body.box, "input", body.style())
+        self._conversation = _make_conversation(state, prompts, body)
         self.n_chars = self._conversation.n_chars
 
     def encode(self) -> list[int]:

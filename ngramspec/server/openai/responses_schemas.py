@@ -308,3 +308,8 @@ class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"]
     deleted: bool
+
+
+class ResponseInputTokens(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
