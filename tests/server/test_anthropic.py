@@ -281,6 +281,7 @@ def test_the_model_is_listed_in_anthropics_words(client: httpx.Client, server: S
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (server.engine.name, server.engine.name, False)
     (model,) = listed["data"]
     assert (model["type"], model["display_name"]) == ("model", server.engine.name)
+    assert (model["max_input_tokens"], model["max_tokens"]) == (server.engine.max_model_len,) * 2
     assert client.get(f"/v1/models/{server.engine.name}").json() == model
 
 

@@ -45,6 +45,8 @@ def make_router(state: ServerState) -> APIRouter:
         "created": int(now.timestamp()),
         "owned_by": "ngramspec",
         "max_model_len": engine.max_model_len,
+        "max_input_tokens": engine.max_model_len,
+        "max_tokens": min(engine.max_model_len, state.settings.limits.output_tokens),
         "parent": None,
         "meta": {"n_ctx": engine.max_model_len, "n_vocab": engine.vocab_size},
     }

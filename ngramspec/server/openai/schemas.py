@@ -293,6 +293,8 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    max_input_tokens: int
+    max_tokens: int
     aliases: list[str]
     tags: list[str]
     meta: ModelMeta
