@@ -54,24 +54,36 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
 def prepare_lark(grammar: str) -> str:
     """Return a client's grammar in Lark's notation with each `%json` schema rewritten.
 
-    Raises GrammarError for such a schema, and for `%llguidance`, whose options would let a text be no UTF-8.
+    Raises GrammarError for such a schema, and for options of `%llguidance` that would let a text be no UTF-8 or a mask take long.
     """
     made, at = list[str](), 0
     while found := _LARK_WORDS.search(grammar, at):
         made.append(grammar[at : found.end()])
         at = found.end()
         if found[0] == "%llguidance":
-            raise GrammarError("%llguidance is not supported; rules, terminals, %ignore, %import, %regex and %json are")
+            options, at = _read_json(grammar, at, "%llguidance must be followed by a JSON object")
+            if not isinstance(options, dict) or options.keys() - _LARK_OPTIONS:
+                wanted = ", ".join(sorted(_LARK_OPTIONS))
+                raise GrammarError(f"options of %llguidance are not supported, but {wanted}; {{}} has none")
+            made.append(" " + json.dumps(options))
         if found[0] == "%json":
-            start = re.compile(r"\s*").match(grammar, at)
-            assert start is not None
-            try:
-                schema, at = json.JSONDecoder().raw_decode(grammar, start.end())
-            except ValueError as error:
-                raise GrammarError(f"%json must be followed by a JSON schema: {error}") from None
+            schema, at = _read_json(grammar, at, "%json must be followed by a JSON schema")
             options = {"x-guidance": {"whitespace_pattern": WHITESPACE} | OPTIONS}
             made.append(" " + json.dumps(prepare_schema(schema) | options))
     return "".join([*made, grammar[at:]])
+
+
+_LARK_OPTIONS = frozenset({"allow_initial_skip"})  # of a grammar's header: whether what is ignored may come first
+
+
+def _read_json(text: str, at: int, why: str) -> tuple[Any, int]:
+    """Return the JSON value after whitespace, and where it ends. Raises GrammarError."""
+    start = re.compile(r"\s*").match(text, at)
+    assert start is not None
+    try:
+        return json.JSONDecoder().raw_decode(text, start.end())
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"{why}: {error}") from None
 
 
 _LARK_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b|%llguidance\b', re.DOTALL)

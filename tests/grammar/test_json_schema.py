@@ -188,13 +188,22 @@ def test_a_schema_sets_no_options(lark: bool) -> None:
         accepts({"not": {"type": "string"}, **LENIENT}, [], lark=lark)
 
 
+@pytest.mark.parametrize(("options", "may_skip"), [("{}", False), ('{"allow_initial_skip": true}', True)])
+def test_lark_with_a_header(options: str, may_skip: bool) -> None:
+    text = f'%llguidance {options}\n\nstart: "a" "b"\n%ignore " "'
+    begins = compiling.make_matcher(compiling.get_byte_tokenizer(), compiling.translate_grammar(Grammar.lark(prepare_lark(text)))[0])
+    taken = [begins.deep_copy().try_consume_tokens(list(given)) == len(given) for given in (b"a b", b" ab", b"c")]
+    assert taken == [True, may_skip, False]
+
+
 def test_lark_of_a_client() -> None:
     text = 'start: "%json {" /%json{1,2}/ x // %json {\nx: %json {"x-guidance": {}, "const": "a%json"} "b" # %llguidance'
     made = prepare_lark(text)
     assert made.count("x-guidance") == 1
     assert "whitespace_pattern" in made
-    with pytest.raises(GrammarError, match="%llguidance is not supported"):
-        prepare_lark('%llguidance {"allow_invalid_utf8": true}\nstart: "a"')
+    for options in ('{"allow_invalid_utf8": true}', '{"no_forcing": true}', '{"allow_initial_skip": true, "no_forcing": true}', "[]", "{"):
+        with pytest.raises(GrammarError, match="%llguidance"):
+            prepare_lark(f'%llguidance {options}\nstart: "a"')
     with pytest.raises(GrammarError, match="%json must be followed by a JSON schema"):
         prepare_lark("start: %json {")
 

@@ -181,7 +181,7 @@ def test_gbnf_means_what_it_means_to_llama_cpp(client: httpx.Client, grammar: st
         ({"guided_regex": "[bc](a{1000}){30}"}, "16384"),
         ({"guided_json": {"not": {"const": 1}}}, "'not' at '#'"),
         ({"guided_grammar": 'root ::= "a" |\n "b" &'}, "line 2, column 6"),
-        ({"guided_grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}, "%llguidance is not supported"),
+        ({"guided_grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}, "options of %llguidance"),
     ],
 )
 def test_why_it_is_refused(client: httpx.Client, form: dict[str, Any], told: str) -> None:
