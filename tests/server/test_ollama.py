@@ -13,6 +13,7 @@ from test_tools import TOOLS, calling_engine
 from tiny_server import Server, routes_of
 
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.server import response_stats
 from ngramspec.server.settings import Key, ServerSettings
 
 GREEDY = {"temperature": 0, "num_predict": 12}
@@ -55,11 +56,13 @@ def test_a_text_is_continued(client: httpx.Client) -> None:
     assert set(lines[-1]) >= STATISTICS
 
 
-def test_clients_can_divide_by_the_time_of_one_pass(client: httpx.Client) -> None:
+def test_clients_can_divide_by_the_time_of_one_pass(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"model": "any", "prompt": "def add(", "options": GREEDY | {"num_predict": 1}, "raw": True, "stream": False}
-    made = client.post("/api/generate", json=given).json()
-    assert made["eval_count"] == 1
-    assert made["eval_duration"] > 0
+    real = response_stats.timings
+    for times, expected in (({"predicted_ms": 0.0, "prompt_ms": 2.5}, 2_500_000), ({"predicted_ms": 0.0, "prompt_ms": 0.0}, 1)):
+        monkeypatch.setattr(response_stats, "timings", lambda completion, times=times: real(completion) | times)
+        made = client.post("/api/generate", json=given).json()
+        assert (made["eval_count"], made["eval_duration"]) == (1, expected)
 
 
 def test_a_prompt_is_a_message_and_its_context_goes_on(client: httpx.Client) -> None:
