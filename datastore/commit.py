@@ -175,7 +175,7 @@ def _hold_lock(store: Path) -> Iterator[None]:
                 yield
                 return
         except BlockingIOError as error:
-            raise DatastoreLockedError(f"another process writes to {store}: wait for it, or end it, and try again") from error
+            raise DatastoreLockedError(store) from error
         finally:
             os.close(file)
 

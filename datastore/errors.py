@@ -37,6 +37,11 @@ class EmptyCorpusError(DatastoreError):
 class DatastoreLockedError(DatastoreError):
     """Another process writes to this store."""
 
+    def __init__(self, store: object) -> None:
+        super().__init__(f"another process writes to {store}: wait for it, or end it, and try again")
+        self.waiting = f"another process writes to {store}: waiting for it"
+        """What a caller says that tries again by itself."""
+
 
 class DatastoreFullError(DatastoreError):
     """The disk has no room. The old generation is as it was, and nothing half-written is left."""

@@ -146,7 +146,8 @@ def bring_up_to_date(job: Job, send: SendReport) -> None:
                 return
             if str(error) != reported:
                 reported = str(error)
-                send(("problem", {"text": reported, "waits": isinstance(error, DatastoreLockedError)}))
+                is_locked = isinstance(error, DatastoreLockedError)
+                send(("problem", {"text": error.waiting if is_locked else reported, "waits": is_locked}))
             time.sleep(max(RETRY_S, RETRY_FACTOR * (time.monotonic() - started)))
 
 

@@ -20,6 +20,7 @@ from rich.text import Text
 from ngramspec.cli import common
 from ngramspec.cli.common import make_console, to_printable
 from ngramspec.datastore import progress as datastore_progress
+from ngramspec.datastore.errors import DatastoreLockedError
 from ngramspec.datastore.progress import ProgressCallback, Summary
 
 _NAMED = 10  # unreadable files that a summary names
@@ -147,7 +148,9 @@ def print_watched(sources: Sequence[Any]) -> None:
 def print_outcome(outcome: Summary | Exception) -> None:
     """Print one line for each update of a watched store on standard error."""
     clock = time.strftime("%H:%M:%S")
-    if isinstance(outcome, Exception):
+    if isinstance(outcome, DatastoreLockedError):
+        text = to_printable(outcome.waiting)
+    elif isinstance(outcome, Exception):
         text = f"failed, will be tried again: {to_printable(outcome)}"
     else:
         merged = f", {outcome.merged} segments merged" if outcome.merged else ""

@@ -19,7 +19,7 @@ from ngramspec import __version__
 from ngramspec.cli import main as cli
 from ngramspec.cli import screen, screen_datastore
 from ngramspec.cli.common import parse_size
-from ngramspec.datastore import Datastore, DatastoreCorruptError, Progress, Summary
+from ngramspec.datastore import Datastore, DatastoreCorruptError, DatastoreLockedError, Progress, Summary
 from ngramspec.datastore.commit import lock_for_writing
 from ngramspec.datastore.manifest import read_manifest
 
@@ -301,10 +301,12 @@ def test_watching_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     screen_datastore.print_outcome(Summary(4, True, added=1, removed=2, merged=3, seconds={"total": 0.25}))
     screen_datastore.print_outcome(DatastoreCorruptError("it is broken"))
     screen_datastore.print_outcome(DatastoreCorruptError("a\n\x1b is broken"))
-    first, second, third = capsys.readouterr().err.splitlines()
+    screen_datastore.print_outcome(DatastoreLockedError("a\nstore"))
+    first, second, third, fourth = capsys.readouterr().err.splitlines()
     assert first.endswith("1 documents added, 2 removed, 3 segments merged: generation 4 after 0.25 s")
     assert second.endswith("failed, will be tried again: it is broken")
     assert third.endswith("again: a\\n\\x1b is broken")
+    assert fourth.endswith(" another process writes to a\\nstore: waiting for it")
 
 
 WITHOUT_A_MODEL = """

@@ -379,7 +379,7 @@ def test_two_servers_on_a_tree(tree: Path, tmp_path: Path, start: Callable[..., 
     start(kept, "build").told("done")
     with lock_for_writing(Path(kept.folder)):
         other = start(kept, "build")
-        assert other.told("problem")["waits"]
+        assert other.told("problem") == {"text": f"another process writes to {kept.folder}: waiting for it", "waits": True}
     assert not other.told("done")["committed"], "there is nothing left to do"
 
 
