@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import logging
 import os
 import sys
 from collections import UserDict
@@ -103,8 +104,18 @@ def _open_missing_streams() -> None:
             setattr(sys, name, stream)
 
 
+class _PrefixFormatter(logging.Formatter):
+    """Begins warnings of this package with its name, as all other messages of the command begin."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return f"ngramspec: {text}" if record.name.partition(".")[0] == "ngramspec" else text
+
+
 def main() -> NoReturn:
     """Run the command and exit with its exit code."""
+    if logging.lastResort is not None:  # writes warnings unless a command sets handlers
+        logging.lastResort.setFormatter(_PrefixFormatter())
     with contextlib.suppress(AttributeError):  # a captured stream
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
