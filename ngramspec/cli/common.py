@@ -6,6 +6,7 @@ name that an error tells. Imports nothing that takes time until it is needed.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -106,6 +107,17 @@ def check_text(value: Any, what: str) -> None:
             raise BadInputError(f"{what} is not valid Unicode: character {error.start} is {wrong}; UTF-8 text is accepted") from None
 
 
+def decode_text(text: str) -> str:
+    """Return a text of the command line, decoded as UTF-8 even if the locale has another encoding, as ASCII for LC_ALL=C.
+
+    What is no UTF-8 is left, for `check_text`. Not for paths, which the system takes in the locale's encoding.
+    """
+    try:
+        return text if text.isascii() else os.fsencode(text).decode()
+    except UnicodeError:
+        return text
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Return the text of PROMPT, of --file, or of standard input. Raises BadInputError."""
     if prompt is not None and file is not None:
@@ -115,7 +127,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         text = read_file(None, "the prompt")
     elif prompt is not None:
-        text = prompt
+        text = decode_text(prompt)
         check_text(text, "the prompt")
     else:
         raise BadInputError("there is no prompt: give a PROMPT, --file FILE, or - and text on standard input")

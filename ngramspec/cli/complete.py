@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ngramspec.cli import common, drafts
-from ngramspec.cli.common import BadInputError, check_text, option, read_file
+from ngramspec.cli.common import BadInputError, check_text, decode_text, option, read_file
 from ngramspec.cli.environment import add_environment
 from ngramspec.cli.flags import OUTPUT, PROMPT, SAMPLING, SPECULATION, Model, Prompt, PromptFile, with_options
 from ngramspec.config import EngineConfig
@@ -76,6 +76,7 @@ def complete(
     add_environment(engine_settings, "complete")
     if chat and suffix is not None:
         raise BadInputError("give either --chat or --suffix, not both")
+    suffix = None if suffix is None else common.decode_text(suffix)
     common.check_text(suffix, "--suffix")
     text = common.read_prompt(prompt, file)
     expected = common.read_file(prediction, "the prediction") if prediction is not None else None
@@ -186,13 +187,14 @@ def make_grammar(grammar: str | None, json_schema: str | None) -> Grammar | None
 
 def _read(given: str, option: str) -> tuple[str, str]:
     """Return (the text, where it is from)."""
-    check_text(given, option)
+    check_text(decode_text(given), option)
     try:
         is_file = expand_home(given).exists()
     except (OSError, ValueError):  # no path: too long, or with a NUL
         is_file = False
     if is_file:
         return read_file(expand_home(given), option), given
+    given = decode_text(given)
     shown = given if len(given) <= 40 else f"{given[:40]}…"
     return given, f"{shown!r}, of which there is no file,"
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints, is_typeddict
 
 import typer
 
-from ngramspec.cli.common import BadInputError, check_text, option, parse_size
+from ngramspec.cli.common import BadInputError, check_text, decode_text, option, parse_size
 from ngramspec.errors import InvalidInputError
 from ngramspec.options import ChoiceOf, Flag, Integer, Number, Option, TextKind, TextList, options_of
 
@@ -135,6 +135,8 @@ def _given(options: list[Option], values: dict[str, Any], context: typer.Context
             value = value != _is_negative(each)
         if each.metavar == _SIZE:
             value = parse_size(value, flag)
+        if isinstance(value, list):
+            value = [decode_text(item) if isinstance(item, str) else item for item in value]
         check_text(value, flag)
         try:
             each.check(value)

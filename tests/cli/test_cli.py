@@ -255,6 +255,23 @@ def test_bytes_of_the_command_line_that_are_no_text(tmp_path: Path) -> None:
     assert done.stderr == b"ngramspec: the prompt is not valid Unicode: character 2 is \\udcff; UTF-8 text is accepted\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS and Windows take arguments as UTF-8 in any locale")
+def test_texts_of_the_command_line_are_utf_8_in_any_locale() -> None:
+    code = "import sys; from ngramspec.cli.common import read_prompt; print(ascii(read_prompt(sys.argv[1], None)))"
+    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable.encode(), b"-c", code.encode(), "caf\u00e9".encode()]
+    assert subprocess.run(command, env=environment, capture_output=True, check=True).stdout == b"'caf\\xe9'\n"
+    command[-1] += b"\xff"
+    assert b"is not valid Unicode: character 3" in subprocess.run(command, env=environment, capture_output=True, check=False).stderr
+
+
+def test_warnings_begin_as_other_messages_do() -> None:
+    code = "import logging, ngramspec.cli.main as cli\n"
+    code += "warn = lambda **_: [logging.getLogger(name).warning('a\\nb') for name in names] and None; "
+    code += "names = ['ngramspec.datastore.code_cache', 'ngramspecial']; cli.app = warn; cli.main()"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr == "ngramspec: a\nb\na\nb\n"
+
+
 @pytest.mark.parametrize("kind", ["missing", "file", "damaged"])
 @pytest.mark.parametrize("command", ["complete", "serve"])
 def test_a_wrong_datastore_is_told_before_a_model_is_loaded(
