@@ -146,8 +146,10 @@ def bring_up_to_date(job: Job, send: SendReport) -> None:
                 return
             if str(error) != reported:
                 reported = str(error)
-                is_locked = isinstance(error, DatastoreLockedError)
-                send(("problem", {"text": error.waiting if is_locked else reported, "waits": is_locked}))
+                if isinstance(error, DatastoreLockedError):
+                    send(("problem", {"text": error.waiting, "waits": True}))
+                else:
+                    send(("problem", {"text": reported, "waits": False}))
             time.sleep(max(RETRY_S, RETRY_FACTOR * (time.monotonic() - started)))
 
 
