@@ -187,16 +187,16 @@ def make_grammar(grammar: str | None, json_schema: str | None) -> Grammar | None
 
 def _read(given: str, option: str) -> tuple[str, str]:
     """Return (the text, where it is from)."""
-    check_text(decode_text(given), option)
+    text = decode_text(given)
+    check_text(text, option)
     try:
         is_file = expand_home(given).exists()
     except (OSError, ValueError):  # no path: too long, or with a NUL
         is_file = False
     if is_file:
         return read_file(expand_home(given), option), given
-    given = decode_text(given)
-    shown = given if len(given) <= 40 else f"{given[:40]}…"
-    return given, f"{shown!r}, of which there is no file,"
+    shown = text if len(text) <= 40 else f"{text[:40]}…"
+    return text, f"{shown!r}, of which there is no file,"
 
 
 def _make_grammar(make: Callable[[str], Grammar], text: str, origin: str) -> Grammar:

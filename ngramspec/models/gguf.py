@@ -120,11 +120,11 @@ class _TooShortError(Exception):
 
 def is_gguf(path: Path) -> bool:
     """Return whether a path is a file with the suffix or, as Ollama's blobs, with the first bytes of GGUF."""
-    if not path.is_file():
-        return False
+    if not path.is_file() or path.suffix.lower() == ".gguf":
+        return path.is_file()
     with contextlib.suppress(OSError), path.open("rb") as file:
-        return path.suffix.lower() == ".gguf" or file.read(len(_MAGIC)) == _MAGIC
-    return path.suffix.lower() == ".gguf"
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
 
 
 def read(path: Path) -> Gguf:
