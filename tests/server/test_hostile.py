@@ -39,6 +39,7 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "ab", "max_tokens": 2}),
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}),
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 2}),
+    "/v1/responses/input_tokens": (ResponsesRequest, {"input": "a"}),
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 2}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": MESSAGES}),
     "/api/chat": (OllamaChatRequest, {"model": "a", "messages": MESSAGES, "options": {"num_predict": 2}}),
