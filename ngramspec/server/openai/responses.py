@@ -7,7 +7,6 @@ and its answer are kept for requests that go on from it.
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -27,7 +26,7 @@ from ngramspec.server.openai.chat import describe_logprobs
 from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation, Piece
 from ngramspec.server.openai.response_store import ResponseStore
 from ngramspec.server.openai.responses_schemas import DeletedResponse, Response, ResponseInputTokens, ResponsesRequest, in_its_words
-from ngramspec.server.openai.stored_items import list_input_items, replay_response
+from ngramspec.server.openai.stored_items import begin_item, end_item, extend_item, list_input_items, replay_response
 from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.sse import GENERATES, EventStream, format_events
 from ngramspec.server.state import ServerState
@@ -254,25 +253,20 @@ class _Output:
                 case TextDelta(text):
                     if not self.items or self.items[-1]["type"] != "message":
                         yield from self._begin_message()
-                    self._text["text"] += text
                     logprobs = describe_logprobs(self._texts, self._logprobs)["content"]
                     self._text["logprobs"] += logprobs
-                    self._logprobs = []
-                    yield self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)
+                    yield self._extend(self._text, "text", text, logprobs)
                 case ThoughtDelta(text):
                     if not self.items or self.items[-1]["type"] != "reasoning":
-                        yield from self._begin("rs", {"type": "reasoning", "summary": []}, {"type": "reasoning_text", "text": ""})
-                    self._text["text"] += text
-                    yield self._of_part("response.reasoning_text.delta", delta=text)
+                        yield from self._begin("rs", type="reasoning", summary=[], content=[{"type": "reasoning_text", "text": ""}])
+                    yield self._extend(self._text, "text", text)
                 case ToolCallStart(name):
-                    self._logprobs = []
-                    yield from self._end()
-                    call = {"type": "function_call", "call_id": self._parser.reply.calls[-1].id, "name": name, "arguments": ""}
-                    yield self._add("fc", call)
+                    call_id = self._parser.reply.calls[-1].id
+                    yield from self._begin("fc", type="function_call", call_id=call_id, name=name, arguments="")
                 case ToolCallArguments(text):
-                    self._logprobs = []
-                    self.items[-1]["arguments"] += text
-                    yield self._of_item("response.function_call_arguments.delta", delta=text)
+                    yield self._extend(self.items[-1], "arguments", text)
+            if not isinstance(event, ThoughtDelta):
+                self._logprobs = []
         if self.n_thought_tokens > n_thought_tokens:
             self._logprobs = []
         if part.finish_reason is not None:
@@ -288,38 +282,23 @@ class _Output:
 
     def _begin_message(self) -> Iterator[Event]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield from self._begin("msg", {"type": "message", "role": "assistant"}, part)
+        return self._begin("msg", type="message", role="assistant", content=[part])
 
-    def _begin(self, prefix: str, item: dict[str, Any], part: dict[str, Any]) -> Iterator[Event]:
-        """Begin an item that has one part."""
+    def _begin(self, prefix: str, **item: Any) -> Iterator[Event]:
         yield from self._end()
-        yield self._add(prefix, item | {"content": []})
-        self.items[-1]["content"] = [part]
-        yield self._of_part("response.content_part.added", part=copy.deepcopy(part))
-
-    def _add(self, prefix: str, item: dict[str, Any]) -> Event:
         self.items.append({"id": f"{prefix}_{secrets.token_hex(16)}", "status": "in_progress"} | item)
-        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+        yield from begin_item(self.items[-1], len(self.items) - 1)
+
+    def _extend(self, into: dict[str, Any], field: str, text: str, logprobs: list[dict[str, Any]] | None = None) -> Event:
+        """Add text to the last item: to its part, or to the arguments of a call."""
+        into[field] += text
+        return extend_item(self.items[-1], len(self.items) - 1, text, logprobs)
 
     def _end(self, status: str = "completed") -> Iterator[Event]:
         """End the last item, if it has not ended."""
-        if not self.items or self.items[-1]["status"] != "in_progress":
-            return
-        item = self.items[-1]
-        item["status"] = status
-        if item["type"] != "function_call":
-            told = {"logprobs": self._text["logprobs"]} if item["type"] == "message" else {}
-            yield self._of_part(f"response.{self._text['type']}.done", text=self._text["text"], **told)
-            yield self._of_part("response.content_part.done", part=dict(self._text))
-        else:
-            yield self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
-        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
-
-    def _of_item(self, kind: str, **more: Any) -> Event:
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1} | more
-
-    def _of_part(self, kind: str, **more: Any) -> Event:
-        return self._of_item(kind, content_index=0, **more)
+        if self.items and self.items[-1]["status"] == "in_progress":
+            self.items[-1]["status"] = status
+            yield from end_item(self.items[-1], len(self.items) - 1)
 
 
 def _split_tokens(part: Choice | Delta) -> list[Delta]:

@@ -1,6 +1,6 @@
-"""What is told of a stored response: the items of its input, page by page, and its events once more.
+"""The events of a response's items, as they are made or once more, and a stored response's input, page by page.
 
-A `StoredResponse` enters, JSON leaves. Knows nothing of routes, the engine or the store.
+Items of the output or a `StoredResponse` enter, JSON leaves. Knows nothing of routes, the engine or the store.
 """
 
 from __future__ import annotations
@@ -62,23 +62,40 @@ def _list_events(response: dict[str, Any]) -> Iterator[Event]:
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
     for index, item in enumerate(response["output"]):
-        yield from _list_item_events(item, index)
+        yield from begin_item(item, index)
+        part = item if item["type"] == "function_call" else item["content"][0]
+        yield extend_item(item, index, part["arguments"] if part is item else part["text"], part.get("logprobs"))
+        yield from end_item(item, index)
     yield {"type": f"response.{response['status']}", "response": response}
 
 
-def _list_item_events(item: dict[str, Any], index: int) -> Iterator[Event]:
-    of_item = {"item_id": item["id"], "output_index": index}
+def begin_item(item: dict[str, Any], index: int) -> Iterator[Event]:
+    """Yield that an item of the output begins, with the one part that a text has; both still empty."""
     empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     yield {"type": "response.output_item.added", "output_index": index, "item": item | {"status": "in_progress"} | empty}
+    for part in item.get("content", ()):
+        empty = {"text": "", "logprobs": []} if "logprobs" in part else {"text": ""}
+        yield {"type": "response.content_part.added", "part": part | empty} | _locate(item, index)
+
+
+def extend_item(item: dict[str, Any], index: int, text: str, logprobs: list[dict[str, Any]] | None = None) -> Event:
+    """Return the event of what is added to the text or the arguments of an item."""
+    kind = "function_call_arguments" if item["type"] == "function_call" else item["content"][0]["type"]
+    told = {} if logprobs is None else {"logprobs": logprobs}
+    return {"type": f"response.{kind}.delta", "delta": text} | told | _locate(item, index)
+
+
+def end_item(item: dict[str, Any], index: int) -> Iterator[Event]:
+    """Yield that an item has ended, with all its text."""
+    where = _locate(item, index)
     if item["type"] == "function_call":
-        yield {"type": "response.function_call_arguments.delta", "delta": item["arguments"]} | of_item
-        yield {"type": "response.function_call_arguments.done", "arguments": item["arguments"], "name": item["name"]} | of_item
-    for number, part in enumerate(item.get("content") or ()):
-        of_part = of_item | {"content_index": number}
+        yield {"type": "response.function_call_arguments.done", "arguments": item["arguments"], "name": item["name"]} | where
+    for part in item.get("content", ()):
         told = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-        cleared = part | {"text": ""} | ({"logprobs": []} if told else {})
-        yield {"type": "response.content_part.added", "part": cleared} | of_part
-        yield {"type": f"response.{part['type']}.delta", "delta": part["text"]} | told | of_part
-        yield {"type": f"response.{part['type']}.done", "text": part["text"]} | told | of_part
-        yield {"type": "response.content_part.done", "part": part} | of_part
+        yield {"type": f"response.{part['type']}.done", "text": part["text"]} | told | where
+        yield {"type": "response.content_part.done", "part": dict(part)} | where
     yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _locate(item: dict[str, Any], index: int) -> dict[str, Any]:
+    return {"item_id": item["id"], "output_index": index} | ({} if item["type"] == "function_call" else {"content_index": 0})
