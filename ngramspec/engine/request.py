@@ -48,7 +48,7 @@ class Hints(TypedDict, total=False):
     """False: this request neither uses the prefix cache nor leaves anything in it."""
     next_prompts: Callable[[str], Iterable[Several[int]]]
     """Called with what was written, once the request has ended and nothing else runs, in the engine's thread: returns token ids with which
-    the tenant's next prompts probably begin, the most probable first. They are computed into the prefix cache until a request comes. What
+    the tenant's next prompts probably begin, in order of urgency. They are computed into the prefix cache until a request comes. What
     a cancelled request has written is "": nobody has seen it."""
 
 

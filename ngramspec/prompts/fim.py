@@ -172,11 +172,14 @@ class Fim:
         is_window = self._is_window(prefix)
         for later in _begin_later_windows(lines) if is_window else ():
             ids = self._write("\n".join([*later[:-1], ""]), suffix, extra, limit=limit)
-            begins_with_suffix = self.format.middle is None or self.order == "suffix-first"
-            yield ids if begins_with_suffix else ids[: ids.index(self._added[self.format.suffix])]
+            yield ids if self._is_suffix_first else ids[: ids.index(self._added[self.format.suffix])]
         if written:
             accepted = (prefix + written).split("\n")
             yield self.prompt("\n".join(accepted[-len(lines) :] if is_window else accepted), suffix, extra, limit=limit)
+
+    @property
+    def _is_suffix_first(self) -> bool:
+        return self.format.middle is None or self.order == "suffix-first"
 
     def _is_window(self, prefix: str) -> bool:
         """Return whether a prefix is taken for a window that moves with the cursor."""
@@ -249,12 +252,12 @@ class Fim:
             before, context = [*current[1:], *head], [*context, *current[:1]]
         else:
             before, context = head, [*context, *current]
-        if form.middle is None:
-            parts = [*suf, *pre, *before]
-        elif self.order == "suffix-first":
+        if not self._is_suffix_first:
+            parts = [*pre, *before, *suf, *mid]
+        elif mid:
             parts = [*pre, *suf, *mid, *before]
         else:
-            parts = [*pre, *before, *suf, *mid]
+            parts = [*suf, *pre, *before]
         return [*self._bos, *context, *parts]
 
     def _encode(self, text: str, *, inner: bool = False) -> list[int]:
