@@ -58,7 +58,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if log_errors else subprocess.DEVNULL,
-            cwd=_choose_working_folder(),
+            cwd=None if has_current_folder() else os.sep,
             start_new_session=True,  # an interrupt from the keyboard is not for it
         )
         self._limit_s: float | None = None
@@ -216,13 +216,13 @@ class ProcessPool:
                 self._idle.pop().close()
 
 
-def _choose_working_folder() -> str | None:
-    """Return the folder to start a child in: the root if this process's own has been deleted, in which libraries cannot be imported."""
+def has_current_folder() -> bool:
+    """Return whether the current folder is still there: in one that has been deleted, libraries cannot be imported."""
     try:
         Path.cwd()
     except OSError:
-        return os.sep
-    return None
+        return False
+    return True
 
 
 def _find_import_folders(packages: Sequence[str]) -> list[str]:

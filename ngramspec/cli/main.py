@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from ngramspec import __version__
+from ngramspec.child_process import has_current_folder
 from ngramspec.cli.common import BadInputError, MissingPackagesError, missing_packages, to_printable
 from ngramspec.cli.interrupts import INTERRUPTED, keep_interrupts
 
@@ -166,16 +167,9 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _check_working_folder() -> None:
-    """Raise BadInputError if the current folder has been deleted: torch, numba and relative paths need one."""
-    try:
-        Path.cwd()
-    except OSError:
-        raise BadInputError("the current folder has been deleted; change to another one and run the command again") from None
-
-
 @app.callback()
 def _common(
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    _check_working_folder()
+    if not has_current_folder():
+        raise BadInputError("the current folder has been deleted; change to another one and run the command again")
