@@ -1,9 +1,9 @@
 """Compile functions with numba and keep their machine code on disk, checked when it is read.
 
 `njit` is numba's decorator with a cache of our own on the one dispatcher that it returns; nothing of numba is patched. A file that is
-truncated, altered or of another version is compiled again, and replaced. If no folder can be written, functions are compiled for this
+truncated or altered is compiled again, and replaced, which is logged once. If no folder can be written, functions are compiled for this
 process only, which is logged once. Several processes may compile into one folder at once: a file's name follows from the function, its
-source file's time stamp and the types of its arguments, and it appears by rename. The module does not know what is compiled.
+version and the types of its arguments, and it appears by rename. The module does not know what is compiled.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def make_cache(py_func: Callable[..., Any]) -> CodeCache | NullCache:
 
 
 def is_kept(dispatcher: Any) -> bool:
-    """Return whether machine code of any variant of this version of a compiled function is on disk; its callees may have changed."""
+    """Return whether machine code of this version of a compiled function is on disk, none of it damaged. Remove what is damaged."""
     cache = _caches.get(dispatcher.py_func)
     return cache is not None and cache.has_files()
 
@@ -125,9 +125,7 @@ class CodeCache(NullCache):
         """Raises RuntimeError if no folder can be written."""
         self._py_func, self._impl = py_func, _CacheImpl(py_func)
         self._folder = Path(self._impl.locator.get_cache_path())
-        stamp = dumps((numba.__version__, self._impl.locator.get_source_stamp()))
-        self._stamp = stamp
-        self._name = f"{self._impl.filename_base}.{hashlib.sha256(stamp).hexdigest()[:8]}-"
+        self._stamp = dumps((numba.__version__, self._impl.locator.get_source_stamp()))
         self._enabled = True
         _folders.add(self._folder)
 
@@ -147,13 +145,15 @@ class CodeCache(NullCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return what was compiled for a signature; None if that is not there, or not whole."""
         target_context.refresh()
+        if not self._enabled:
+            return None
         key = self._make_key(sig, target_context.codegen())
         try:
-            raw = self._make_path(key).read_bytes() if self._enabled else b""
+            content = self._read_content(self._make_path(key))
         except OSError:
             return None
-        digest, content = raw[:_DIGEST], raw[_DIGEST:]
-        if digest != self._compute_digest(content):
+        if content is None:
+            report_damaged()
             return None
         try:
             of, payload = pickle.loads(content)
@@ -180,6 +180,17 @@ class CodeCache(NullCache):
         except OSError:
             report_unusable()
 
+    def _read_content(self, path: Path) -> bytes | None:
+        """Return a file's pickled signature and code, None if it is damaged. Raises OSError."""
+        raw = path.read_bytes()
+        content = raw[_DIGEST:]
+        return content if raw[:_DIGEST] == self._compute_digest(content) else None
+
+    @functools.cached_property
+    def _name(self) -> str:
+        """What names of this version's files begin with."""
+        return f"{self._impl.filename_base}.{hashlib.sha256(self._version).hexdigest()[:8]}-"
+
     @functools.cached_property
     def _version(self) -> bytes:
         """What the digests of this version's files begin with; first read by a call, when the modules of all callees are imported."""
@@ -189,8 +200,15 @@ class CodeCache(NullCache):
         return hashlib.sha256(self._version + content).digest()
 
     def has_files(self) -> bool:
-        """Return whether any variant of this version is on disk."""
-        return any(path.name.startswith(self._name) for path in self._find_files())
+        """Return whether any variant of this version is on disk, and none of them damaged. Remove those, so that they count once."""
+        paths = [path for path in self._find_files() if path.name.startswith(self._name)]
+        damaged = []
+        for path in paths:
+            with contextlib.suppress(OSError):
+                if self._read_content(path) is None:
+                    damaged.append(path)
+        _remove(damaged)
+        return bool(paths) and not damaged
 
     def _find_files(self) -> Iterator[Path]:
         name, _, line = self._impl.filename_base.rpartition("-")  # "module.function-116.py311": its first line, and Python's version
@@ -230,6 +248,12 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+@functools.cache
+def report_damaged() -> None:
+    """Log once in a process that it has to compile."""
+    log.warning("compiled code on disk is damaged, so it is compiled again, which may take minutes")
 
 
 @functools.cache

@@ -57,6 +57,15 @@ def compiled(load: Callable[[], ModuleType]) -> list[Path]:
     return sorted(Path(str(module.__file__)).parent.rglob("*.nb?"))
 
 
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    for report in (code_cache.report_unusable, code_cache.report_damaged):
+        report.cache_clear()
+    yield caplog
+    for report in (code_cache.report_unusable, code_cache.report_damaged):
+        report.cache_clear()
+
+
 def _hits(function: Any) -> int:
     return sum(function.stats.cache_hits.values())
 
@@ -111,7 +120,11 @@ def add(a, b):
     "change", [("FACTOR = 2", "FACTOR = 3"), ("FACTOR * a", "a * FACTOR + a"), (")\ndef", ", error_model='numpy')\ndef")]
 )
 def test_code_of_a_callee_that_changed_is_not_loaded(
-    load: Callable[[], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str]
+    load: Callable[[], ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: tuple[str, str],
+    said: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "compiled" / "summing.py").write_text(CALLER)
     path = tmp_path / "scaling.py"
@@ -127,7 +140,9 @@ def test_code_of_a_callee_that_changed_is_not_loaded(
     importlib.invalidate_caches()
     monkeypatch.delitem(sys.modules, "scaling")
     module = load()
+    assert not code_cache.is_kept(module.add)
     assert (module.add(1, 5), _hits(module.add)) == (7 if "error" in change[1] else 8, 0)
+    assert not said.records, "another version is no damage"
 
 
 def _count_files(load: Callable[[], ModuleType], sources: list[str], change: Callable[[str], str]) -> int:
@@ -195,7 +210,7 @@ def test_a_host_process_keeps_its_numba() -> None:
 
 
 @pytest.mark.parametrize("part", range(8))
-def test_altered_code_is_never_run(load: Callable[[], ModuleType], compiled: list[Path], part: int) -> None:
+def test_altered_code_is_never_run(load: Callable[[], ModuleType], compiled: list[Path], part: int, said: pytest.LogCaptureFixture) -> None:
     """24 bytes anywhere in a file, among them those of its digest, or the file cut off there."""
     for path in compiled:
         whole = path.read_bytes()
@@ -203,8 +218,20 @@ def test_altered_code_is_never_run(load: Callable[[], ModuleType], compiled: lis
         path.write_bytes(whole[:at] if part % 2 else whole[:at] + bytes(b ^ 0x5A for b in whole[at : at + 24]) + whole[at + 24 :])
     module = load()
     assert (module.add(3, 4), module.add(1.5, 2), _hits(module.add)) == (7, 3.5, 0)
+    assert [record.getMessage() for record in said.records] == [
+        "compiled code on disk is damaged, so it is compiled again, which may take minutes"
+    ]
     again = load()
     assert (again.add(3, 4), _hits(again.add)) == (7, 1), "it was compiled and kept again"
+
+
+def test_damage_is_found_before_code_is_called(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
+    """One of two variants is damaged: a start is told once that not all is there."""
+    assert code_cache.is_kept(load().add)
+    compiled[0].write_bytes(compiled[0].read_bytes()[:-1] + b"?")
+    assert not code_cache.is_kept(load().add)
+    assert code_cache.is_kept(load().add)
+    assert [path.exists() for path in compiled] == [False, True]
 
 
 def test_code_of_another_function_in_ones_place(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
@@ -220,13 +247,6 @@ def test_cleared_code_is_compiled_again(load: Callable[[], ModuleType], compiled
     assert not any(path.exists() for path in compiled)
     module = load()
     assert (module.add(3, 4), _hits(module.add)) == (7, 0)
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    code_cache.report_unusable.cache_clear()
-    yield caplog
-    code_cache.report_unusable.cache_clear()
 
 
 def test_without_a_folder_that_can_be_written(
