@@ -17,6 +17,7 @@ import tiny_gguf
 
 from ngramspec import SamplingParams
 from ngramspec.backends.cpu import tiny_pass
+from ngramspec.cli import main as cli
 from ngramspec.datastore import code_cache
 from ngramspec.engine import background_compiler
 from ngramspec.engine.background_compiler import CompiledFor
@@ -24,6 +25,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import EngineClosedError
 from ngramspec.outputs import Delta
 
+pytestmark = pytest.mark.slow
 _COMPLETE = """
 import json, sys
 from numba.core import event
@@ -48,23 +50,14 @@ import gc, sys
 from numba.core.dispatcher import Dispatcher
 if sys.argv[1:]:
     from ngramspec.cli.main import app
-    app(["complete", "def f(x):", "--model", sys.argv[1], "--max-tokens", "40", "--quiet", "--temperature", "0.7"], standalone_mode=False)
+    app(["complete", "def f(x):", "--model", sys.argv[1], "--max-tokens", "40", "--seed", "1", "--quiet", "--temperature", "0.7"],
+        standalone_mode=False)
 else:
     from ngramspec.engine import background_compiler
     background_compiler.warm_up("float16")
 made = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
 print("\\n" + "; ".join(f"{each.py_func.__module__}.{each.py_func.__qualname__}{types}" for each in made for types in each.signatures))
 """
-
-_COUNT_SIGNATURES = """
-from ngramspec.backends.cpu import attention
-from ngramspec.engine import background_compiler
-from ngramspec.speculative import tree_builder
-background_compiler.warm_up("float16")
-assert len(tree_builder.build_trees.signatures) == len(tree_builder.update.signatures) == 1
-assert sum("uint16" in str(types) for types in attention.attend_piece.signatures) == 1
-"""
-
 
 _INTERRUPTED = """
 import os, signal, subprocess, sys, threading, time
@@ -126,6 +119,9 @@ def test_a_start_calls_nothing_but_what_is_compiled_ahead(path: Path) -> None:
     own = {name.partition("(")[0].rpartition(".")[2] for name in called - ahead}
     assert own <= {"_multiply_all", "_unpack_rows"}, "of the models' own modules, which are compiled in a moment"
     assert any("step_functions.advance" in name for name in called)
+    for name in ("tree_builder.build_trees(", "tree_builder.update("):
+        assert sum(f"speculative.{name}" in code for code in ahead) == 1, "compiled for other types than it is called with"
+    assert sum("cpu.attention.attend_piece(" in code and "uint16" in code for code in ahead) == 1
 
 
 @pytest.mark.soak
@@ -206,11 +202,6 @@ def test_formats_that_are_not_multiplied_are_left_out(tmp_path: Path, monkeypatc
     assert len(list(tmp_path.iterdir())) == 2  # for all row counts, and for few
 
 
-def test_what_is_compiled_ahead_is_what_is_called() -> None:
-    """In a process of its own: other tests call these functions with other types."""
-    subprocess.run([sys.executable, "-c", _COUNT_SIGNATURES], check=True)
-
-
 def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(code_cache.CodeCache, "cache_path", property(lambda _: str(tmp_path / "file" / "numba")))
@@ -249,19 +240,22 @@ def test_a_closed_compiler_leaves_no_process_and_says_nothing(caplog: pytest.Log
     assert not caplog.records
 
 
-def test_the_command(path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "ngramspec", "warm-up", *arguments], capture_output=True, text=True, check=False)
+def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ngramspec", "warm-up", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code, *capsys.readouterr()
 
-    shown = run("--help")
-    assert shown.returncode == 0
-    assert "--model" in shown.stdout
-    assert "Once per installation" in " ".join(shown.stdout.split())
-    wrong = run("--model", "/no/such/model.gguf")
-    assert wrong.returncode == 2
-    assert "/no/such/model.gguf" in wrong.stderr
-    done = run("--model", str(path))
-    assert done.returncode == 0
-    assert done.stdout.startswith("ready after ")
-    assert "once per installation" in done.stderr
-    assert run("--quiet").stderr == ""
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "--model" in out
+    assert "Once per installation" in " ".join(out.split())
+    code, _, err = run("--model", "/no/such/model.gguf")
+    assert code == 2
+    assert "/no/such/model.gguf" in err
+    code, out, err = run("--model", str(path))
+    assert code == 0
+    assert out.startswith("ready after ")
+    assert "once per installation" in err
+    assert run("--quiet")[2] == ""
