@@ -52,8 +52,11 @@ def test_importing_takes_half_a_second_where_numba_takes_three_tenths(tmp_path):
         run = subprocess.run([sys.executable, "-c", code], env=compiled, capture_output=True, text=True, check=True)
         return float(run.stdout)
 
-    runs = [[spent_s(code) for code in ("pass", "import numba", "import ngramspec.integrations.draft_session")] for _ in range(5)]
-    assert min((guest - bare) / (numba - bare) for bare, numba, guest in runs) <= 0.5 / 0.3, runs
+    codes, ratios = ("pass", "import numba", "import ngramspec.integrations.draft_session"), list[float]()
+    while not ratios or (min(ratios) > 0.5 / 0.3 and len(ratios) < 5):
+        bare, numba, guest = map(spent_s, codes)
+        ratios.append((guest - bare) / (numba - bare))
+    assert min(ratios) <= 0.5 / 0.3, ratios
 
 
 def test_scipy_is_not_needed():
