@@ -94,3 +94,13 @@ def own() -> Iterator[Engine]:
 def client(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def calling(start_server: Callable[..., Server]) -> Iterator[httpx.Client]:
+    """A client of a model that says something and calls two tools."""
+    from test_tools import calling_engine  # which makes many templates
+
+    text = 'Wait.\n<tool_call>{"name":"time", "arguments":{}}</tool_call><tool_call>{"name":"draw","arguments":{"a": "b"}}</tool_call>'
+    with calling_engine(text) as engine, httpx.Client(base_url=start_server(engine).url, timeout=120) as client:
+        yield client

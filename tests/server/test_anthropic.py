@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import SecretStr
-from test_tools import SHAPE, TIME, calling_engine, check
+from test_tools import SHAPE, TIME, check
 from tiny_server import Server
 
 from ngramspec.server.settings import Key, ServerSettings
@@ -228,40 +228,30 @@ def test_the_form_of_an_answer(client: httpx.Client) -> None:
     assert json.loads(made["content"][0]["text"])["a"] in (1, 2)
 
 
-TEXT = 'Wait.\n<tool_call>{"name":"time", "arguments":{}}</tool_call><tool_call>{"name":"draw","arguments":{"a": "b"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def reciting(start_server: Callable[..., Server]) -> Iterator[httpx.Client]:
-    """A client of a model that says something and calls two tools."""
-    with calling_engine(TEXT) as engine, httpx.Client(base_url=start_server(engine).url, timeout=120) as client:
-        yield client
-
-
-def test_text_and_calls_are_blocks(reciting: httpx.Client) -> None:
+def test_text_and_calls_are_blocks(calling: httpx.Client) -> None:
     given = ASKED | {"messages": DRAW, "tools": FLAT, "max_tokens": 200}
-    made = reciting.post("/v1/messages", json=given).json()
+    made = calling.post("/v1/messages", json=given).json()
     assert [block["type"] for block in made["content"]] == ["text", "tool_use", "tool_use"]
     assert made["content"][0]["text"] == "Wait."
     assert [(block["name"], block["input"]) for block in made["content"][1:]] == [("time", {}), ("draw", {"a": "b"})]
     assert len({block["id"] for block in made["content"][1:]}) == 2
     assert (made["stop_reason"], made["stop_sequence"]) == ("tool_use", None)
-    assert drop_ids(assemble(read_events(reciting.post("/v1/messages", json=given | {"stream": True})))) == drop_ids(made)
+    assert drop_ids(assemble(read_events(calling.post("/v1/messages", json=given | {"stream": True})))) == drop_ids(made)
 
 
-def test_why_an_answer_ends(reciting: httpx.Client) -> None:
+def test_why_an_answer_ends(calling: httpx.Client) -> None:
     given = ASKED | {"messages": DRAW, "tools": FLAT}
-    cut = reciting.post("/v1/messages", json=given | {"max_tokens": 3}).json()
+    cut = calling.post("/v1/messages", json=given | {"max_tokens": 3}).json()
     assert (cut["content"], cut["stop_reason"]) == ([{"type": "text", "text": "Wai"}], "max_tokens")
-    stopped = reciting.post("/v1/messages", json=given | {"stop_sequences": ["t."]}).json()
+    stopped = calling.post("/v1/messages", json=given | {"stop_sequences": ["t."]}).json()
     assert (stopped["content"][0]["text"], stopped["stop_reason"], stopped["stop_sequence"]) == ("Wai", "stop_sequence", "t.")
 
 
-def test_an_error_is_the_last_event(start_server: Callable[..., Server], reciting: httpx.Client) -> None:
+def test_an_error_is_the_last_event(start_server: Callable[..., Server], calling: httpx.Client) -> None:
     """The model's script ends with the context: what the engine cannot go on with is told in Anthropic's words."""
-    unknown = reciting.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
+    unknown = calling.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert (unknown.status_code, unknown.json()["type"], unknown.json()["error"]["type"]) == (400, "error", "invalid_request_error")
-    long = reciting.post("/v1/messages", json=ASKED | {"messages": [{"role": "user", "content": "a" * 5000}], "stream": True})
+    long = calling.post("/v1/messages", json=ASKED | {"messages": [{"role": "user", "content": "a" * 5000}], "stream": True})
     assert long.status_code == 400
     assert long.json()["error"]["message"].startswith("prompt is too long")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import SecretStr
-from test_tools import TOOLS, calling_engine
+from test_tools import TOOLS
 from tiny_server import Server, routes_of
 
 from ngramspec.engine.llm_engine import Engine
@@ -126,20 +126,10 @@ def test_what_clients_ask_of_models(client: httpx.Client, server: Server) -> Non
         assert "embeddings" in refused.json()["error"]
 
 
-TEXT = 'Wait.\n<tool_call>{"name":"time", "arguments":{}}</tool_call><tool_call>{"name":"draw","arguments":{"a": "b"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def reciting(start_server: Callable[..., Server]) -> Iterator[httpx.Client]:
-    """A client of a model that says something and calls two tools."""
-    with calling_engine(TEXT) as engine, httpx.Client(base_url=start_server(engine).url, timeout=120) as client:
-        yield client
-
-
-def test_calls_are_told_of_when_they_are_whole(reciting: httpx.Client) -> None:
+def test_calls_are_told_of_when_they_are_whole(calling: httpx.Client) -> None:
     given = {"model": "", "messages": DRAW, "tools": TOOLS, "options": {"temperature": 0, "num_predict": 200}}
-    made = reciting.post("/api/chat", json=given | {"stream": False}).json()
-    lines = read_lines(reciting.post("/api/chat", json=given))
+    made = calling.post("/api/chat", json=given | {"stream": False}).json()
+    lines = read_lines(calling.post("/api/chat", json=given))
     calls = [call["function"] for line in lines for call in line["message"].get("tool_calls", [])]
     assert calls == [call["function"] for call in made["message"]["tool_calls"]]
     assert calls == [{"name": "time", "arguments": {}}, {"name": "draw", "arguments": {"a": "b"}}]

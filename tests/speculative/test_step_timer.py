@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 import pytest
+from test_marginal_cost import chosen
 
-from ngramspec.speculative.budget import marginal_cost
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import PROBE_INTERVAL, StepTimer
 
@@ -58,18 +58,7 @@ class Simulation:
 def best_nodes(chances: np.ndarray, cost_ms: np.ndarray, threshold: float) -> np.ndarray:
     """Return what `tree_builder.build_trees` chooses -> nodes per sequence."""
     order = np.argsort(-chances, axis=None, kind="stable")
-    falling = chances.ravel()[order]
-    costs = marginal_cost.pass_costs(cost_ms, len(chances), len(order))
-    hull = marginal_cost.lower_hull(np.arange(len(costs)), costs)
-    expected, kept, reach = float(len(chances)), 0, len(order)
-    best = expected - threshold * costs[0]
-    for taken, p in enumerate(falling):
-        ok, reach = marginal_cost.can_pay(p, expected, taken, threshold, best, hull, reach)
-        if not ok:
-            break
-        expected += p
-        if expected - threshold * costs[taken + 1] > best:
-            best, kept = expected - threshold * costs[taken + 1], taken + 1
+    kept = chosen(chances.ravel()[order], cost_ms, len(chances), len(chances), threshold)
     return np.bincount(order[:kept] // chances.shape[1], minlength=len(chances))
 
 
