@@ -26,7 +26,7 @@ from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine import native_steps, step_functions
 from ngramspec.sampling import sampler, verify
-from ngramspec.speculative import draft_stats, proposer
+from ngramspec.speculative import datastore_drafter, draft_stats, proposer
 from ngramspec.speculative.budget import cost_model
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ STAGES: dict[str, Callable[[CompiledFor], object]] = {
     "learning": lambda _: native_steps.find_update(proposer.idle().draft_state),
     "drafting": lambda _: proposer.warmup(),
     "native steps": lambda to: native_steps.compile_steps(*tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder())),
+    "datastores": lambda _: datastore_drafter.warmup(),
     "native drafting": lambda to: native_steps.compile_drafting(*tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder())),
 }
 LOADING = ("packing", "kernels", "modules")  # stages that packing a model's weights needs
@@ -73,7 +74,7 @@ PLAIN = (*_PASSES, "batches", "statistics", "cost curve")  # stages that a first
 SAMPLING = ("sampling", "verification")  # stages that any other choice of a token needs besides
 # Which child compiles which stages, in order.
 CHILDREN = (
-    ("pass arguments", "pass", "accepted paths", *SAMPLING, "cost", "learning", "native steps"),
+    ("pass arguments", "pass", "accepted paths", *SAMPLING, "cost", "learning", "native steps", "datastores"),
     ("packing", "kernels", "batches", "modules", "statistics", "cost curve", "draft state", "draft trees", "drafting", "native drafting"),
 )
 # What a stage waits for: two children must not compile the same functions, but for some small ones.
@@ -97,7 +98,9 @@ def _code_folder() -> Path:
 
 def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) -> None:
     """Compile in this process, or load from disk, what steps need. `kv_dtype`: also passes, with keys and values of that type."""
-    names = [name for name in STAGES if kv_dtype or name not in (*_PASSES, "accepted paths", "native steps", "native drafting")]
+    names = [
+        name for name in STAGES if kv_dtype or name not in (*_PASSES, "accepted paths", "native steps", "datastores", "native drafting")
+    ]
     for i, name in enumerate(names):
         progress(f"compiling, {i + 1} of {len(names)}, once per installation")
         STAGES[name](CompiledFor(kv_dtype or "float16"))

@@ -99,6 +99,14 @@ def _find_line_ends(store: Datastore, found: Future[LineEnds | None]) -> None:
         found.set_result(None)
 
 
+def warmup() -> None:
+    """Compile what looks up in datastores, or load it from disk. Line ends and similar files are left to the first store."""
+    drafter, slots = SuffixDrafter({}, 1), np.zeros(1, np.int32)
+    drafter.begin(0, np.zeros(2, np.int32))
+    drafter.observe(slots, np.array([0, 1]), np.zeros(1, np.int32))
+    drafter.propose(slots)
+
+
 class SuffixDrafter:
     """Drafts from datastores for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tiny_gguf
+import tiny_store
 
 from ngramspec import SamplingParams
 from ngramspec.backends.cpu import tiny_pass
@@ -58,6 +59,28 @@ else:
 made = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
 print("\\n" + "; ".join(f"{each.py_func.__module__}.{each.py_func.__qualname__}{types}" for each in made for types in each.signatures))
 """
+
+_LOOK_UP = """
+import gc, sys
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from ngramspec.datastore import Datastore
+from ngramspec.engine import background_compiler
+from ngramspec.speculative.datastore_drafter import SuffixDrafter
+
+def count_variants():
+    return sum(len(each.signatures) for each in gc.get_objects() if isinstance(each, Dispatcher))
+
+background_compiler.warm_up("float16")
+before = count_variants()
+drafter, slots = SuffixDrafter({"store": Datastore.open(sys.argv[1])}, 1), np.zeros(1, np.int32)
+drafter.wait_until_loaded()
+drafter.begin(0, np.array([7, 1, 2], np.int32))
+drafter.observe(slots, np.array([0, 2]), np.array([3, 4], np.int32))
+assert drafter.propose(slots).tokens.tolist() == [5, 6]
+assert count_variants() == before
+"""
+
 
 _INTERRUPTED = """
 import os, signal, subprocess, sys, threading, time
@@ -200,6 +223,11 @@ def test_formats_that_are_not_multiplied_are_left_out(tmp_path: Path, monkeypatc
     tensors["F16"] = SimpleNamespace(kind="F16", shape=(4, 4))
     tiny_pass.compile_kernels("model.gguf", True, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2  # for all row counts, and for few
+
+
+def test_looking_up_a_datastore_compiles_nothing(tmp_path: Path) -> None:
+    tiny_store.write_store(tmp_path / "store", [[[1, 2, 3, 4, 5, 6]]], 256)
+    subprocess.run([sys.executable, "-c", _LOOK_UP, str(tmp_path / "store")], check=True)
 
 
 def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
