@@ -69,7 +69,7 @@ class PrefixFolder:
             raise InvalidInputError(f"prefix_cache_path {str(root)!r} cannot be used: {error}") from None
         if (hasattr(os, "getuid") and status.st_uid != os.getuid()) or stat.S_IMODE(status.st_mode) & 0o022:
             raise InvalidInputError(f"prefix_cache_path {str(root)!r} holds a folder that others may write: {self.path.name}")
-        files = self._list()
+        files = self._remove_cut(self._list())
         self.known = {path.name for _, _, path in files if path.parent == self.path}
         """Names of the files that are there, as far as this process knows: others may have written or removed some since."""
         self._n_bytes = sum(size for _, size, _ in files)  # of the folder when it was counted, and of what was written since
@@ -160,6 +160,16 @@ class PrefixFolder:
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > STALE_S:
                     path.unlink()
+
+    def _remove_cut(self, files: list[tuple[float, int, Path]]) -> list[tuple[float, int, Path]]:
+        """Remove this model's files that a crash or a full disk has cut short, so that all are written again; return the other files."""
+        cut = {path for _, size, path in files if path.parent == self.path and size != _DIGEST + self._sizes[path.suffix]}
+        for path in cut:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if cut:
+            log.warning("%d files of %s are damaged and are removed", len(cut), self.path)
+        return [each for each in files if each[2] not in cut]
 
     def _list(self) -> list[tuple[float, int, Path]]:
         """Return time, size and path of every file of the folder."""

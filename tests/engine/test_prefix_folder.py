@@ -133,6 +133,16 @@ def test_damaged_files_are_removed_and_computed_again(tmp_path: Path, damage: An
     assert complete(tmp_path, LONG).cached_tokens == full(LONG)
 
 
+def test_files_that_were_cut_are_all_written_again(tmp_path: Path) -> None:
+    first = complete(tmp_path, LONG)
+    files = list_files(tmp_path)
+    for path in files[::3]:
+        path.write_bytes(path.read_bytes()[:-1])
+    assert complete(tmp_path, LONG).token_ids == first.token_ids
+    assert len({path.stat().st_size for path in list_files(tmp_path)}) == 1
+    assert complete(tmp_path, LONG).cached_tokens == full(LONG)
+
+
 def test_a_file_under_another_hash_is_not_believed(tmp_path: Path) -> None:
     first = complete(tmp_path, LONG)
     paths = list_files(tmp_path)
