@@ -50,6 +50,7 @@ class Target(NamedTuple):
     dot: str
     """How codes are multiplied: "vnni512", "vnni256", "maddubs", "usdot", "neon" or "plain"."""
     cpu: str
+    """LLVM's name of the processor whose timings order the instructions: this one, or a common one if it has better sets, too."""
     features: str
     halves: bool
     """Whether there are instructions that convert between float16 and float32."""
@@ -86,6 +87,8 @@ def list_targets() -> list[Target]:
         found.append(Target("NEON i8mm", "usdot", cpu, flags, True, 6))
     if has.get("dotprod"):
         found.append(Target("NEON", "neon", cpu, flags, True, 6))
+    if found:
+        found[0] = found[0]._replace(cpu=cpu, features=flags)
     plain_cpu = "x86-64" if binding.get_default_triple().startswith(("x86_64", "amd64")) else "generic"
     found.append(Target("generic", "plain", plain_cpu, "", False, 6))
     return found
