@@ -7,8 +7,10 @@
 Every set of prompts is completed at every temperature with several requests under way, the next one coming as one ends, by an engine that
 drafts and by one that does not, which take turns of half a second (`in_turns`): what disturbs the machine disturbs both. Rates are those
 from when as many texts have ended as run at a time until the last request begins (`steady`): in between one begins for each that ends, with
-drafts and without, so that both have as many prompts to compute for a text. Before, all begin together; behind it fewer and fewer run,
-without drafts all to the same end (`speedup_to_the_end` has all of it, and stands for sets that are too small). `rounds` has the speedup of
+drafts and without, so that both have as many prompts to compute for a text. Before, all begin together; behind it fewer and fewer run
+(`speedup_to_the_end` has all of it, and stands for sets that are too small). With several requests under way, texts are between half and
+one and a half times as long as `--max-tokens` says: were all equally long, those without drafts would begin and end together, with prompts
+in passes that nothing else needs, and seem up to 6 % faster than they are to users. `rounds` has the speedup of
 each round. Requests of a round know each other's answers, nobody else's. With `--datastore`, also with drafts from that datastore, and with
 `--unrelated`, also where answers to those prompts are known: neither has to do with the prompts, so what counts is that nothing is lost
 (`against_on`). With `--disturbed`, also with what a first start believed passes to cost while every core computed something else, and what
@@ -55,6 +57,8 @@ from ngramspec.speculative.proposer import TreeProposer
 LEAST_NODES = 200
 # Factor of prompts, and least factor of those under way, with several requests at a time, as far as a file has them.
 WAVES = 3
+# Multiples of the golden section, without their whole parts, are spread evenly, however many are taken.
+GOLDEN = (5**0.5 - 1) / 2
 # Passes in which a disturbed start is to be made up for.
 SETTLED = 200
 
@@ -87,8 +91,8 @@ class LoadedEngine:
         """Return seconds."""
         return time.perf_counter() if self._turns is None else self._turns.clock(self.name)
 
-    def run(self, prompts: list[Prompt], params: SamplingParams, concurrency: int, turns: InTurns, runs: Runs) -> None:
-        """Complete these prompts, some at a time."""
+    def run(self, prompts: list[Prompt], params: list[SamplingParams], concurrency: int, turns: InTurns, runs: Runs) -> None:
+        """Complete these prompts, some at a time, each with the parameters at its place."""
         self._turns = turns
         made, begun = list[tuple[float, int]](), list[float]()
         try:
@@ -171,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 settle(each, [prompt for prompts in sets.values() for prompt in prompts])
         rows = []
         for name, prompts in sets.items():
-            fitting = [prompt for prompt in prompts if len(prompt.ids) + args.max_tokens <= off.engine.max_model_len]
+            fitting = [prompt for prompt in prompts if len(prompt.ids) + 3 * args.max_tokens // 2 <= off.engine.max_model_len]
             for temperature in args.temperatures:
                 for concurrency in args.concurrency:
                     key = {"set": name, "temperature": temperature, "concurrency": concurrency, "model": args.model, "limit": args.limit}
@@ -235,7 +239,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"prompts of each set, evenly over its file, {WAVES} times as many with several at a time (32)",
     )
-    add("--max-tokens", type=common.parse_positive, default=96, metavar="K", help="96")
+    add("--max-tokens", type=common.parse_positive, default=96, metavar="K", help="of a text, in the mean (96)")
     add("--temperatures", type=common.parse_floats, default=[0.0, 0.8], metavar="T,T,...", help="with a seed; default 0,0.8")
     add("--concurrency", type=common.parse_counts, default=[1, 8, 32], metavar="C,C,...", help="requests under way; default 1,8,32")
     add("--rounds", type=common.parse_positive, default=2, metavar="R", help="of every cell with several requests under way (2)")
@@ -300,7 +304,8 @@ class Cell:
 
 def cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
     """Return a row of the JSON document."""
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
+    lengths = [args.max_tokens] * len(what.prompts) if what.concurrency == 1 else vary_lengths(args.max_tokens, len(what.prompts))
+    params = [SamplingParams(max_tokens=n, temperature=temperature, seed=1) for n in lengths]
     runs = {each.name: Runs() for each in contenders}
     rounds = 1 if what.concurrency == 1 else args.rounds
     for n in range(rounds):
@@ -311,12 +316,12 @@ def cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: a
                 speculator.use_datastores(engine.datastores, [])
             engine.use(speculator=speculator)
             if each.name == "unrelated":
-                flow(engine, what.unrelated, params, 16)
+                flow(engine, what.unrelated, [params[0]] * len(what.unrelated), 16)
         begin = n * len(what.prompts) // rounds
-        prompts = what.prompts[begin:] + what.prompts[:begin]
+        prompts, of_each = (one[begin:] + one[:begin] for one in (what.prompts, params))
         turns = InTurns(each.name for each in contenders[:: 1 if n % 2 == 0 else -1])
         with ThreadPoolExecutor(len(contenders)) as threads:
-            for done in [threads.submit(each.run, prompts, params, what.concurrency, turns, runs[each.name]) for each in contenders]:
+            for done in [threads.submit(each.run, prompts, of_each, what.concurrency, turns, runs[each.name]) for each in contenders]:
                 done.result()
     on, tokens = runs["on"], sum(map(len, runs["off"].outputs))
     return {
@@ -334,6 +339,11 @@ def cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: a
         "host_ms": {name: round(statistics.median(run.host_ms), 3) for name, run in runs.items()},
         "by_source": {name: by_source(run.stats) for name, run in runs.items() if name != "off"},
     }
+
+
+def vary_lengths(mean: int, n: int) -> list[int]:
+    """Return n lengths from half to one and a half times the mean, spread evenly whatever part of the list is taken."""
+    return [round(mean * (0.5 + i * GOLDEN % 1)) for i in range(n)]
 
 
 def mixed(prompts: list[Prompt], concurrency: int) -> list[Prompt]:
@@ -363,16 +373,21 @@ def rate(full: list[tuple[int, float]]) -> float:
 
 
 def flow(
-    engine: Engine, prompts: list[Prompt], params: SamplingParams, concurrency: int, begins: Callable[[], None] = lambda: None, **hints: Any
+    engine: Engine,
+    prompts: list[Prompt],
+    params: list[SamplingParams],
+    concurrency: int,
+    begins: Callable[[], None] = lambda: None,
+    **hints: Any,
 ) -> list[Completion]:
-    """Return the completions of prompts, some at a time. `begins` is called when one begins, in any thread."""
+    """Return the completions of prompts, each with its parameters, some at a time. `begins` is called when one begins, in any thread."""
 
-    def complete(prompt: Prompt) -> Completion:
+    def complete(prompt: Prompt, how: SamplingParams) -> Completion:
         begins()
-        return engine.complete(prompt.ids, params, prefix_cache=False, **hints)
+        return engine.complete(prompt.ids, how, prefix_cache=False, **hints)
 
     with ThreadPoolExecutor(concurrency) as threads:
-        return list(threads.map(complete, prompts))
+        return list(threads.map(complete, prompts, params))
 
 
 def by_source(stats: Stats) -> dict[str, tuple[int, float, int]]:

@@ -354,6 +354,15 @@ def test_rates_are_of_a_load_that_stays_the_same() -> None:
     assert loads.steady(begun[::-1], 2, -1.0, 12.0) == (4.1, 8.1)
     assert loads.steady(begun[:4], 2, -1.0, 8.0) == (-1.0, 8.0), "too few"
     assert loads.steady(begun, 1, -1.0, 12.0) == (-1.0, 12.0)
+
+
+def test_lengths_of_texts_that_run_together_vary_around_the_mean() -> None:
+    lengths = loads.vary_lengths(96, 48)
+    for part in (lengths, lengths[:16], lengths[7:31]):
+        assert 90 <= sum(part) / len(part) <= 102
+        assert min(part) < 60
+        assert max(part) > 132
+    assert len(set(lengths)) > 40
     prompts = [common.Prompt(str(i), [i]) for i in range(7)]
     assert [p.name for p in loads.mixed(prompts, 2)] == ["0", "3", "6", "1", "4", "2", "5"]
     assert loads.mixed(prompts, 1) == loads.mixed(prompts, 8) == prompts
