@@ -296,22 +296,26 @@ def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("+neon") == ["plain"]
 
 
-def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool, dot: str = "neon") -> str:
-    """Assembly of the kernels that a processor of that kind with dot products gets."""
+def assemble(triple: str, target: Target, fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool) -> str:
+    """Write the kernels in assembly."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    triple, features = "aarch64-unknown-linux-gnu", "+dotprod,+i8mm" if dot == "usdot" else "+dotprod"
     try:
-        machine = binding.Target.from_triple(triple).create_target_machine(cpu="generic", features=features, opt=3)
+        machine = binding.Target.from_triple(triple).create_target_machine(cpu=target.cpu, features=target.features, opt=3)
     except RuntimeError:
-        pytest.skip("this llvmlite does not write code for AArch64")
-    target = Target("NEON", dot, "generic", features, True, 6)
+        pytest.skip(f"this llvmlite does not write code for {triple}")
     source = build_module(target, fmt, counts, emit_int8 if int8 else emit_float32)
     parsed = binding.parse_assembly(re.sub('target triple = ".*"', f'target triple = "{triple}"', source))
     parsed.verify()
     passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
     passes.getModulePassManager().run(parsed, passes)
     return machine.emit_assembly(parsed)
+
+
+def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool, dot: str = "neon") -> str:
+    """Assembly of the kernels that a processor of that kind with dot products gets."""
+    features = "+dotprod,+i8mm" if dot == "usdot" else "+dotprod"
+    return assemble("aarch64-unknown-linux-gnu", Target("NEON", dot, "generic", features, True, 6), fmt, counts, int8)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "IQ4_XS"])
@@ -330,6 +334,14 @@ def test_float32_code_for_arm() -> None:
     code = aarch64(PlainFormat.F16, (2,), False)
     assert len(re.findall(r"\bfmla\t", code)) >= 2 * 4 * DEPTH
     assert "fcvtl" in code
+
+
+def test_vectors_that_do_not_fit_into_registers_cross_no_line_of_the_cache() -> None:
+    target = Target("AVX2", "maddubs", "x86-64-v3", "", True, 6)
+    code = assemble("x86_64-unknown-linux-gnu", target, QUANTISED["Q6_K"], (8,), True)
+    on_stack = re.findall(r"\b(vmov\w+)\t%ymm\d+, -?\d*\(%rsp\)", code)
+    assert len(on_stack) > 20, "eight rows leave no register free"
+    assert set(on_stack) <= {"vmovaps", "vmovdqa"}, "these demand an address that is a multiple of 32"
 
 
 def test_kept_code_is_used_again_if_it_is_whole(tmp_path: Path) -> None:

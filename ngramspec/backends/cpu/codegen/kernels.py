@@ -23,7 +23,7 @@ from ngramspec.backends.cpu.codegen.activations import emit_activation, emit_cla
 from ngramspec.backends.cpu.codegen.emitter import LONG, Emitter
 from ngramspec.backends.cpu.codegen.products import emit_float32, emit_int8, emit_unpack
 from ngramspec.backends.cpu.codegen.targets import Target, get_host_target
-from ngramspec.backends.cpu.formats import QuantFormat, WeightFormat
+from ngramspec.backends.cpu.formats import LINE, QuantFormat, WeightFormat
 
 INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # Row counts with a kernel of their own; other counts are made up of these.
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
@@ -140,6 +140,8 @@ def build_module(target: Target, fmt: WeightFormat | None, counts: Sequence[int]
     module.triple = binding.get_default_triple()
     for rows in counts:
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [LONG] * N_ARGUMENTS), f"rows_{rows}")
+        function.attributes.add("nounwind")  # llvmlite leaves `alignstack` out where it is the only attribute
+        function.attributes.alignstack = LINE  # see "llvmlite's traps"
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         write(Emitter(builder, target), fmt, rows, function.args)
         builder.ret_void()
