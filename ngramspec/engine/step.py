@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
 
+MOVING_SHARE = 0.1  # most of the time of steps that moving weights into large pages may take
 IDLE_S = 0.01  # without a request, until weights are moved into large pages and prompts are computed ahead
 
 
@@ -65,6 +67,7 @@ class Core:
         """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
         self.has_small_pages = True
         """Some weights may still be in small pages of memory: `enlarge_page` has something to do."""
+        self._move_at = 0.0  # not before then, while there is work (`time.perf_counter`)
         self._n_drafting = 0  # sequences that a draft was looked for in this step
         self._speculates = False
         self._has_drafts = False  # a sequence of this step may be drafted for
@@ -141,6 +144,14 @@ class Core:
     def enlarge_page(self) -> None:
         """Move some weights into a large page of memory."""
         self.has_small_pages = self.runner.enlarge_page()
+
+    def enlarge_page_between_steps(self) -> None:
+        """Move some weights into a large page, unless that would take more than `MOVING_SHARE` of the time."""
+        started = time.perf_counter()
+        if started >= self._move_at:
+            self.enlarge_page()
+            ended = time.perf_counter()
+            self._move_at = ended + (ended - started) * (1 / MOVING_SHARE - 1)
 
     def can_run(self, seq: Sequence) -> bool:
         """Return whether the functions that choose its tokens have been compiled."""

@@ -190,7 +190,7 @@ class StepThread:
                 if self.core.scheduler.has_work:
                     self._step()
                     if self.core.has_small_pages:
-                        self.core.enlarge_page()
+                        self.core.enlarge_page_between_steps()
                 elif not self._inbox:  # a beam search posts its next turn
                     self.core.work_idle()
             if self.core.prefixes is not None:

@@ -1,7 +1,11 @@
-"""Passes that do not fit into memory become smaller before anybody's request ends, and prompts keep few logits at a time."""
+"""Passes that do not fit into memory become smaller before anybody's request ends, and prompts keep few logits at a time.
+
+Weights are moved into large pages beside requests, but for little of their time.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -107,3 +111,25 @@ def test_after_every_pass_that_fits_others_may_join(engine: Engine) -> None:
     joining.admits = True
     assert len(seen) > 1
     assert all(seen)
+
+
+def test_moving_weights_takes_a_tenth_of_the_time_of_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = list[float]()
+
+    def move() -> bool:
+        started = time.perf_counter()
+        time.sleep(0.004)
+        moves.append(time.perf_counter() - started)
+        return True
+
+    monkeypatch.setattr(engine.runner, "enlarge_page", move)
+    monkeypatch.setattr(engine.core, "has_small_pages", True)
+    engine.complete([3, 4, 5], PARAMS)
+    time.sleep(0.05)
+    idle, before = len(moves), time.perf_counter()
+    for _ in range(8):
+        engine.complete([3, 4, 5], SamplingParams(max_tokens=100, ignore_eos=True), prefix_cache=False)
+    taken = time.perf_counter() - before
+    assert idle > 3, "nothing else is to do then"
+    assert len(moves) > idle, "a busy engine moves some, too"
+    assert sum(moves[idle:]) < 0.2 * taken

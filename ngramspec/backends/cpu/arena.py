@@ -3,8 +3,9 @@
 Weights lie in large pages if the system has them: with small ones a pass of 8 rows took 1.05 to 1.6 times as long. Keys and values do not:
 attention over 8,000 tokens took as long, and of each layer 2 MiB of both would be taken by the first token (111 MB of Qwen2.5-Coder-1.5B).
 
-Weights are written into small pages first, and these are moved while nothing else is to do. Where a virtual machine's host hands memory out
-when it is first touched, a large page takes up to 5 ms, and a model of 1 GB took 1.0 to 1.5 s more to start (AMD EPYC, Zen 4, two cores).
+Weights are written into small pages first, and these are moved while nothing else is to do, or in a tenth of the time of steps. Where a
+virtual machine's host hands memory out when it is first touched, a large page takes up to 9 ms, and a model of 1 GB took 1.0 to 1.5 s more
+to start (AMD EPYC, Zen 4, two cores).
 """
 
 from __future__ import annotations
