@@ -168,6 +168,7 @@ def compile_steps(forward: NativeForward, pool: BlockTables) -> None:
     for function in (prepare_pass, accept_pass):
         find_address(function, state, forward.inputs)
     advance.compile((numba.typeof(state), numba.typeof(forward.inputs), types.boolean))
+    get_moves(state)
 
 
 def compile_drafting(forward: NativeForward, pool: BlockTables) -> None:
