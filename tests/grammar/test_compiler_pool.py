@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import string
@@ -42,9 +43,12 @@ ENDLESS = [
 
 def processes() -> dict[int, float]:
     """Of this one: seconds of computing of each process that it has started and that has not ended."""
-    found = {}
+    found, started = dict[int, float](), list[int]()
     for path in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, path.read_text().split()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            started += map(int, path.read_text().split())
+    for pid in started:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] != "Z":
                 found[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
