@@ -72,6 +72,7 @@ LOADING = ("packing", "kernels", "modules")  # stages that packing a model's wei
 _PASSES = (*LOADING, "pass arguments", "pass")
 PLAIN = (*_PASSES, "batches", "statistics", "cost curve")  # stages that a first token needs, if it is the likeliest one
 SAMPLING = ("sampling", "verification")  # stages that any other choice of a token needs besides
+DRAFTING = tuple(name for name in STAGES if name != "datastores")  # stages that speculation needs where there is no datastore
 # Which child compiles which stages, in order.
 CHILDREN = (
     ("pass arguments", "pass", "accepted paths", *SAMPLING, "cost", "learning", "native steps", "datastores"),
@@ -85,6 +86,7 @@ _NEEDS = {
     "learning": ("draft state",),
     "drafting": ("learning",),
     "native drafting": ("native steps",),
+    "datastores": ("native drafting",),  # last: most engines have none
 }
 FEW_CORES = 3  # with as many or fewer, what a first token does not need is compiled once the model is loaded
 NICE = 5  # priority given up by a child once what it compiles is not needed for a first token

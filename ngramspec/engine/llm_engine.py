@@ -22,7 +22,7 @@ from ngramspec.datastore.reader import Datastore
 from ngramspec.engine import assembly, native_steps
 from ngramspec.engine.acceptance import Acceptance, acceptance
 from ngramspec.engine.assembly import Progress
-from ngramspec.engine.background_compiler import SAMPLING, STAGES, BackgroundCompiler, warm_up
+from ngramspec.engine.background_compiler import DRAFTING, SAMPLING, STAGES, BackgroundCompiler, warm_up
 from ngramspec.engine.generation import GenerationMethods
 from ngramspec.engine.input_processor import InputProcessor
 from ngramspec.engine.request import BeamControl, Deliver, Hints, PromptOptions, Request, merge_params, split_options
@@ -461,11 +461,11 @@ class Engine(GenerationMethods):
         try:
             code.wait(*SAMPLING)
             self._thread.call(self.core.begin_sampling)
-            code.wait(*STAGES)
+            code.wait(*(STAGES if self.datastores else DRAFTING))
             if not self.closed:
                 warm_up()
                 self._thread.call(begin)
-                log.info("everything is compiled: speculation begins")
+                log.info("what drafts has been compiled: speculation begins")
         except EngineClosedError:
             pass
         finally:
