@@ -135,7 +135,7 @@ class Engine(GenerationMethods):
         self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
         self._code = bound.code
         weakref.finalize(self, _release, self._thread, self._code, self._grammars).atexit = False
-        self._speculates = threading.Event()  # set once nothing is being compiled
+        self._speculates = threading.Event()  # set once nothing that drafts need is being compiled
         if self._code is None:
             self._speculates.set()
         else:
