@@ -25,6 +25,7 @@ class Engine:
         self.tokenizer = tiny.byte_tokenizer()
         self.tokenizer.chat_template = "{{ messages[0].content }}"
         self._left = list(self.texts)
+        self.done = self._done([], "")
 
     def __enter__(self) -> Engine:
         return self
@@ -39,7 +40,7 @@ class Engine:
         (choice,) = self.done.choices
         yield Delta(0, choice.text, choice.token_ids, choice.draft_sources, completion=self.done)
 
-    def complete(self, ids: list[int], params: Any, speculation: bool, prefix_cache: bool) -> Completion:
+    def complete(self, ids: list[int], params: Any, speculation: bool, prefix_cache: bool = True) -> Completion:
         return self._done(ids, self.done.choices[0].text)
 
     def _done(self, ids: list[int], text: str) -> Completion:
