@@ -65,8 +65,8 @@ STAGES: dict[str, Callable[[CompiledFor], object]] = {
     "learning": lambda _: native_steps.find_update(proposer.idle().draft_state),
     "drafting": lambda _: proposer.warmup(),
     "native steps": lambda to: native_steps.compile_steps(*tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder())),
-    "datastores": lambda _: datastore_drafter.warmup(),
     "native drafting": lambda to: native_steps.compile_drafting(*tiny_pass.make_tiny_pass(to.kv_dtype, _code_folder())),
+    "datastores": lambda _: datastore_drafter.warmup(),
 }
 LOADING = ("packing", "kernels", "modules")  # stages that packing a model's weights needs
 _PASSES = (*LOADING, "pass arguments", "pass")
@@ -101,7 +101,7 @@ def _code_folder() -> Path:
 def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) -> None:
     """Compile in this process, or load from disk, what steps need. `kv_dtype`: also passes, with keys and values of that type."""
     names = [
-        name for name in STAGES if kv_dtype or name not in (*_PASSES, "accepted paths", "native steps", "datastores", "native drafting")
+        name for name in STAGES if kv_dtype or name not in (*_PASSES, "accepted paths", "native steps", "native drafting", "datastores")
     ]
     for i, name in enumerate(names):
         progress(f"compiling, {i + 1} of {len(names)}, once per installation")
