@@ -91,15 +91,18 @@ class _Lane:
             future, work = taken
             if not future.set_running_or_notify_cancel():
                 continue
+            result: Any = None
+            error: BaseException | None = None
             self._since = time.monotonic()
             try:
                 result = work()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
+            except BaseException as raised:
+                error = raised
+            self._since = None  # before the future ends, so that whoever waited for it sees a lane at rest
+            if error is None:
                 future.set_result(result)
-            finally:
-                self._since = None
+            else:
+                future.set_exception(error)
 
     def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._lock:

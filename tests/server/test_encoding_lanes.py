@@ -123,6 +123,18 @@ def test_so_many_texts_wait_and_no_more(encoders: Encoders) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("work", [lambda: 1, lambda: 1 // 0])
+def test_who_waits_for_an_encoding_finds_its_lane_at_rest(encoders: Encoders, work: Callable[[], int]) -> None:
+    lane, busy_s, ended = encoders._short, [], threading.Event()
+    begun = threading.Event()
+    future = lane.submit("a", 1, lambda: begun.wait(60) and work())
+    assert future is not None
+    future.add_done_callback(lambda _: (busy_s.append(lane.busy_s), ended.set()))
+    begun.set()
+    assert ended.wait(60)
+    assert busy_s == [0.0]
+
+
 def test_health_tells_of_encoding_that_is_stuck(
     start_server: Callable[..., Server], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
