@@ -42,13 +42,19 @@ def parse_gguf_name(spec: str) -> GgufName | None:
     return GgufName(found["name"], found["tag"], found["file"]) if found and ".." not in spec else None
 
 
-def select_files(wanted: GgufName, files: list[str]) -> list[str]:
-    """Return the files of a repository that a name means: one, or all parts of one. Raises ModelNotFoundError."""
+def _group_parts(files: list[str]) -> dict[str, list[str]]:
+    """Return the GGUF files among a repository's files, all parts of one together, by their names without number and ending."""
     models = sorted(f for f in files if f.lower().endswith(".gguf") and not any(word in f.lower() for word in _BESIDE))
     groups: dict[str, list[str]] = {}
     for file in models:
         part = _PART.fullmatch(file)
         groups.setdefault(part["stem"] if part else file[: -len(".gguf")], []).append(file)
+    return groups
+
+
+def select_files(wanted: GgufName, files: list[str]) -> list[str]:
+    """Return the files of a repository that a name means: one, or all parts of one. Raises ModelNotFoundError."""
+    groups = _group_parts(files)
 
     def find(quantisation: str) -> list[list[str]]:
         tag = re.compile(rf"(?:.*[-._/])?{re.escape(quantisation)}", re.IGNORECASE)
@@ -84,10 +90,13 @@ def _find_files(wanted: GgufName) -> tuple[list[str], bool]:
         if unreachable is not None:
             try:
                 folder = Path(huggingface_hub.snapshot_download(wanted.name, local_files_only=True))
-                files = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
-                return select_files(wanted, files), True
-            except (hub_errors.LocalEntryNotFoundError, ModelNotFoundError):
+                files = _list_cached(folder)
+            except hub_errors.LocalEntryNotFoundError:
                 raise unreachable from None  # what the hub said matters
+            try:
+                return select_files(wanted, files), True
+            except ModelNotFoundError as error:
+                raise ModelNotFoundError(f"in the cache {error}, and the hub could not be asked: {_read_reason(unreachable)}") from None
     return select_files(wanted, files), False
 
 
@@ -133,17 +142,33 @@ def download_folder(name: str, patterns: list[str], progress: Progress | None = 
     huggingface_hub.utils.disable_progress_bars()
     try:
         with _translate_errors(name):
-            _, unreachable = _ask_hub(name)
+            files, unreachable = _ask_hub(name)
+            _check_holds_folder(name, files)
             offline, ignored = unreachable is not None, ["*/*", "consolidated*"]
             try:
-                return Path(
+                folder = Path(
                     huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, local_files_only=offline)
                 )
             except hub_errors.LocalEntryNotFoundError as error:
                 raise unreachable or error from None
+            if offline:
+                _check_holds_folder(name, _list_cached(folder))
+            return folder
     finally:
         if bars:
             huggingface_hub.utils.enable_progress_bars()
+
+
+def _list_cached(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+
+
+def _check_holds_folder(name: str, files: list[str]) -> None:
+    """Raise ModelNotFoundError if a repository holds GGUF files alone, of which the name of a folder says not which."""
+    groups = _group_parts(files)
+    if groups and not any(file.endswith(".safetensors") or "tokenizer" in file for file in files):
+        there = ", ".join(f"{name}/{group[0]}" for group in groups.values())
+        raise ModelNotFoundError(f"{name!r} has no safetensors; name one of its GGUF files: {there}")
 
 
 def _make_reporter(file: str, report: Progress) -> type[Any]:
@@ -181,6 +206,10 @@ def _translate_errors(name: str) -> Iterator[None]:
     except hub_errors.RepositoryNotFoundError as error:
         raise ModelNotFoundError(f"{name!r} is neither a local folder nor a model on the hub") from error
     except Exception as error:
-        # The hub client raises its HTTP library's errors as they are, and which library that is has changed before.
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        reason = _read_reason(error)
         raise ModelNotFoundError(f"{name!r} is not a local folder, and the hub could not be asked for it (offline?): {reason}") from error
+
+
+def _read_reason(error: Exception) -> str:
+    """Return an error's first line. The hub client raises its HTTP library's errors as they are, and which library that is has changed."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -74,13 +74,15 @@ def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     server.server_close()
 
 
-def ask(environment: dict[str, str], spec: str) -> list[str]:
+LOCATE = (
+    "import sys; from ngramspec.models.names import locate_gguf\n"
+    "try: print(locate_gguf(sys.argv[1], print))\n"
+    "except Exception as error: print(type(error).__name__, error)"
+)
+
+
+def ask(environment: dict[str, str], spec: str, code: str = LOCATE) -> list[str]:
     """Return what a process reports of a name, and the path or the error that it ends with."""
-    code = (
-        "import sys; from ngramspec.models.names import locate_gguf\n"
-        "try: print(locate_gguf(sys.argv[1], print))\n"
-        "except Exception as error: print(type(error).__name__, error)"
-    )
     run = subprocess.run(
         [sys.executable, "-c", code, spec], env=os.environ | environment, capture_output=True, text=True, timeout=120, check=True
     )
@@ -106,6 +108,23 @@ def test_what_is_not_there_is_told(hub: dict[str, str]) -> None:
     assert "its GGUF files: model-Q4_K_M.gguf, model-Q8_0-00001-of-00002.gguf" in ask(hub, "org/name:Q2_K")[-1]
     assert ask(hub, "org/other:Q4_K_M")[-1].startswith("ModelNotFoundError 'org/other'")
     assert "could not be asked" in ask(hub | {"HF_HUB_OFFLINE": "1", "HF_HOME": "/none"}, "org/name:Q4_K_M")[-1]
+
+
+def test_a_repository_of_gguf_files_names_them(hub: dict[str, str]) -> None:
+    """Hub names of GGUF repositories without a quantisation are what people paste first; a folder's config.json was missed there."""
+    code = (
+        "import sys; from ngramspec.models.names import check_name\ntry: check_name(sys.argv[1])\nexcept Exception as error: print(error)"
+    )
+    for environment in (hub, hub | {"HF_HUB_OFFLINE": "1"}):
+        told = ask(environment, "org/name", code)[-1]
+        assert "name one of its GGUF files: org/name/model-Q4_K_M.gguf, org/name/model-Q8_0-00001-of-00002.gguf" in told
+        ask(hub, "org/name:Q4_K_M"), ask(hub, "org/name:Q8_0")  # for the second turn, which has the cache alone
+
+
+def test_the_cache_says_what_it_has(hub: dict[str, str]) -> None:
+    ask(hub, "org/name:Q4_K_M")
+    told = ask(hub | {"HF_HUB_OFFLINE": "1"}, "org/name:Q8_0")[-1]
+    assert "its GGUF files: model-Q4_K_M.gguf, and the hub could not be asked: " in told
 
 
 @pytest.mark.parametrize(
