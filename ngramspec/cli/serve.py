@@ -109,12 +109,18 @@ def serve(
         raise BadInputError("--repo: a drafter that drafts alone has no datastore beside it; leave out --alone")
     if with_installed and not repo:
         raise BadInputError("--with-installed: name the working tree whose packages are meant, with --repo PATH")
-    if hf_repo is not None:
-        if model != "smollm2":
-            raise BadInputError("give either --model or -hf, not both")
-        model = str(fetch_file(hf_repo))
     trees = parse_workspaces(repo or (), engine["datastore"])
+    if hf_repo is not None and is_fetched(model, hf_repo):
+        model = str(fetch_file(hf_repo))
     _run_server(model, engine, settings, trees, with_installed, max_repo_files)
+
+
+def is_fetched(model: str, hf_repo: str) -> bool:
+    """Return whether `-hf` counts rather than `--model`: the one of the command line goes before the other's variable."""
+    of_variable = model == os.environ.get("NGRAMSPEC_MODEL"), hf_repo == os.environ.get("NGRAMSPEC_HF_REPO")
+    if model != "smollm2" and of_variable[0] == of_variable[1]:
+        raise BadInputError("give either --model or -hf, not both")
+    return model == "smollm2" or of_variable[0]
 
 
 def _make_settings(given: Mapping[str, Any]) -> ServerSettings:

@@ -30,7 +30,7 @@ from ngramspec.datastore.cache_dir import cache_dir, expand_home
 from ngramspec.datastore.garbage import pause_collector
 from ngramspec.engine import background_compiler
 from ngramspec.errors import InvalidInputError, MissingPackageError
-from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore
+from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore, make_root
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
 from ngramspec.models.names import is_gguf_name, locate_gguf, resolve
@@ -354,6 +354,12 @@ def _make_cpu_options(start: _Start, longest: int) -> CpuOptions:
     )
 
 
+def make_prefix_root(config: EngineConfig) -> None:
+    """Make the folder of the prefix cache, before a model is loaded. Raises InvalidInputError if it cannot be made."""
+    if config.prefix_cache_path is not None and config.prefix_cache:
+        make_root(expand_home(config.prefix_cache_path))
+
+
 def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | None:
     """Open the folder that keeps blocks of the prefix cache; None if there is to be none. In the thread that runs the model.
 
@@ -371,8 +377,7 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     pool.release(slot)
     state = pool.read_state(_TRIAL) or b""
     model = hashlib.sha256(block + state + start_cache.digest_code().encode()).hexdigest()[:32]
-    root = expand_home(config.prefix_cache_path)
-    folder = PrefixFolder(root, model, len(block), len(state), config.prefix_cache_size)
+    folder = PrefixFolder(expand_home(config.prefix_cache_path), model, len(block), len(state), config.prefix_cache_size)
     return PrefixStore(folder, pool)
 
 

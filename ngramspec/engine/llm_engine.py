@@ -97,6 +97,7 @@ class Engine(GenerationMethods):
         if alone is not None and (drafters or stores):
             raise InvalidInputError("a drafter that drafts alone has neither other drafters nor datastores beside it")
         device = assembly.check_device(config)
+        assembly.make_prefix_root(config)
         self.threads, self.prefix_cache = device.threads, config.prefix_cache
         bound: assembly.BoundModel
 

@@ -48,6 +48,15 @@ RECOUNT = 0.05  # share of the bound that one process writes between two counts 
 _NAME = 32 * "[0-9a-f]"  # of a file: its block's hash
 
 
+def make_root(root: Path) -> None:
+    """Make the user's folder. Raises InvalidInputError if it cannot be made."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is no folder" if isinstance(error, FileExistsError) else error
+        raise InvalidInputError(f"prefix_cache_path {str(root)!r} cannot be used: {reason}") from None
+
+
 class PrefixFolder:
     """Files of blocks, each of the same size, and of states, each of another. Raises InvalidInputError if the folder cannot be used.
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from typer.testing import CliRunner
 
 from ngramspec.cli import serve
 from ngramspec.cli.common import BadInputError
 from ngramspec.cli.environment import check_names, read_environment
+from ngramspec.cli.main import app
 from ngramspec.config import EngineConfig
 from ngramspec.errors import ModelNotFoundError
 from ngramspec.models import hub
@@ -73,6 +75,24 @@ def test_without_a_preferred_file_the_first_is_chosen() -> None:
 def test_what_names_no_repository_is_told(name: str) -> None:
     with pytest.raises(BadInputError, match="-hf: must be"):
         serve.fetch_file(name)
+
+
+def test_the_command_line_goes_before_the_other_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInputError, match="either --model or -hf"):
+        serve.is_fetched("./model", "org/name")
+    monkeypatch.setenv("NGRAMSPEC_MODEL", "./model")
+    assert serve.is_fetched("./model", "org/name")
+    monkeypatch.setenv("NGRAMSPEC_HF_REPO", "org/name")
+    with pytest.raises(BadInputError, match="either --model or -hf"):
+        serve.is_fetched("./model", "org/name")
+    assert not serve.is_fetched("./other", "org/name")
+    assert serve.is_fetched("smollm2", "org/name")
+
+
+def test_a_wrong_tree_is_told_before_a_model_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "fetch_file", lambda name: pytest.fail("the hub is asked"))
+    told = CliRunner().invoke(app, ["serve", "-hf", "org/name", "--repo", "/no/tree"]).exception
+    assert str(told) == "--repo: /no/tree is no folder"
 
 
 def test_all_parts_are_fetched_and_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
