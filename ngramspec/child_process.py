@@ -106,6 +106,7 @@ class ChildProcess:
             yield
         finally:
             timer.cancel()
+            timer.join()  # a child that it kills at the last moment must not look alive to whoever asks it next
 
     @property
     def is_alive(self) -> bool:

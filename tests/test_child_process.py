@@ -31,7 +31,7 @@ def make_answer(setup):
             case "sleep":
                 time.sleep(600)
             case "pause":
-                time.sleep(1)
+                time.sleep(10)
             case "exit":
                 os._exit(3)
             case "allocate":
@@ -107,6 +107,17 @@ def test_an_overdue_child_is_killed_and_one_that_ends_is_noticed() -> None:
     assert child.close() == 3
 
 
+def test_a_child_that_is_killed_just_when_it_answers_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = start()
+    child.wait_until_ready()
+    kill = child.kill
+    monkeypatch.setattr(child, "kill", lambda limit_s: (time.sleep(0.5), kill(limit_s)))
+    with contextlib.suppress(ChildEndedError):
+        child.ask({}, 0)
+    assert not child.is_alive, "whoever asks it next would be told that this took too long"
+    child.close()
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not limit address space")
 def test_memory_is_limited() -> None:
     child = start(memory=1 << 30)
@@ -180,9 +191,8 @@ def test_a_pool_never_answers_with_what_an_interrupted_caller_asked(monkeypatch:
     pool.ask({"text": "the child is ready"}, 60)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(KeyboardInterrupt):
-            pool.ask({"do": "pause"}, 60)
+        with pytest.raises(KeyboardInterrupt):  # from the first line on, however late the second one is
+            signal.setitimer(signal.ITIMER_REAL, 0.2), pool.ask({"do": "pause"}, 60)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
