@@ -49,15 +49,16 @@ class PromptAhead:
 
     def compute_some(self, slot: int, cost: CostModel) -> None:
         """Compute blocks of the first expected prompt in one pass, or find out what the prompts are. `slot`: one that nobody holds."""
-        list_prompts, self._list = self._list, None
         try:
-            if list_prompts is not None:
-                self._expected.extend(self._hash(ids) for ids in list_prompts())
+            if self._list is not None:
+                self._expected.extend(self._hash(ids) for ids in self._list())
+                self._list = None  # after that: there is work meanwhile
             elif not self._compute_blocks(slot, cost, *self._expected[0]):
                 self._expected.popleft()
         except Exception as error:  # nobody has asked for it
             log.warning("a prompt is not computed ahead: %s", error)
             self._expected.clear()
+            self._list = None
 
     def _hash(self, ids: Sequence[int]) -> tuple[np.ndarray, list[bytes]]:
         tokens = np.array(ids, np.int32)

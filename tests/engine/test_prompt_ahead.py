@@ -47,7 +47,13 @@ def test_later_prompts_find_what_was_computed(engine: Engine) -> None:
     first, second, before = make_text(240), make_text(150), engine.status().tokens_ahead
     alone = engine.complete(first, max_tokens=8, prefix_cache=False)
     told: list[str] = []
-    done = engine.complete(make_text(20), max_tokens=4, next_prompts=lambda written: told.append(written) or [first, second])
+
+    def list_prompts(written: str) -> list[list[int]]:
+        told.append(written)
+        assert engine.core.ahead.has_work, "whoever waits for the end of it waits on"
+        return [first, second]
+
+    done = engine.complete(make_text(20), max_tokens=4, next_prompts=list_prompts)
     assert wait_for_tokens(engine, before, 240 // BLOCK * BLOCK + 150 // BLOCK * BLOCK)
     assert told == [done.text]
     after = engine.complete(first, max_tokens=8)
