@@ -48,7 +48,8 @@ class InTurns:
         """This engine has nothing more to do; what it does nevertheless waits for nobody."""
         with self._changed:
             del self._made[name]
-            self._pass_on()
+            if self._whose == name:  # else another one may be in the middle of a step
+                self._pass_on()
 
     def _pass_on(self) -> None:
         now = time.perf_counter()

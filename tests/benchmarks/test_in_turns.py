@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import in_turns
 from benchmarks.in_turns import InTurns
 
 
-def test_who_has_made_the_fewest_tokens_is_next_and_the_others_clocks_stand_still() -> None:
+def test_who_has_made_the_fewest_tokens_is_next_and_the_others_clocks_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(in_turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     turns, lock, order = InTurns(["slow", "fast"], turn_s=0.02), threading.Lock(), list[str]()
     ended: dict[str, float] = {}
 
@@ -18,7 +21,7 @@ def test_who_has_made_the_fewest_tokens_is_next_and_the_others_clocks_stand_stil
         for _ in range(0, 24, n_tokens):
             with turns.step(name):
                 assert lock.acquire(blocking=False), "two at a time"
-                time.sleep(step_s)
+                now[0] += step_s
                 turns.made(name, n_tokens)
                 order.append(name)
                 lock.release()
@@ -26,13 +29,11 @@ def test_who_has_made_the_fewest_tokens_is_next_and_the_others_clocks_stand_stil
         ended[name] = turns.clock(name)
 
     threads = [threading.Thread(target=run, args=("slow", 0.01, 1)), threading.Thread(target=run, args=("fast", 0.01, 3))]
-    start = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    wall = time.perf_counter() - start
-    assert sum(ended.values()) == pytest.approx(wall, rel=0.1), "all of the time is somebody's"
+    assert sum(ended.values()) == pytest.approx(now[0]), "all of the time is somebody's"
     assert ended["slow"] > 2 * ended["fast"]
     made = {"slow": 0, "fast": 0}
     for name in order[:-4]:
@@ -49,3 +50,18 @@ def test_who_has_left_waits_for_nobody() -> None:
     turns.leave("a")
     with turns.step("a"):
         pass
+
+
+def test_who_leaves_interrupts_nobody() -> None:
+    turns = InTurns(["a", "b", "c"], turn_s=0)
+    with turns.step("a"):
+        turns.made("a", 1)
+    with turns.step("b"):
+        turns.made("b", 1)
+        turns.leave("a")
+        later = threading.Thread(target=lambda: turns.step("c").__enter__())
+        later.start()
+        later.join(0.1)
+        assert later.is_alive(), "two at a time"
+    later.join(60)
+    assert not later.is_alive()
