@@ -709,11 +709,11 @@ def test_the_cost_of_a_step_is_all_of_its_time_and_none_of_the_idleness_behind_i
     core, step = engine.core, engine.core.step
     engine.use(cost=Watched())
     try:
-        for _ in range(2):
+        for idle_s in (2, 0):
             assert engine.complete(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), speculation=False).token_ids == truth[:5]
-            time.sleep(0.3)
+            time.sleep(idle_s)
         assert len(seen) == 8
-        assert max(seen) < 200
+        assert max(seen) < 2000
         core.step = lambda meanwhile, _: step(lambda: (time.sleep(0.2), meanwhile()))  # type: ignore[method-assign, assignment, misc, return-value]
         engine.complete(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), speculation=False)
         assert min(seen[8:]) >= 200

@@ -76,7 +76,7 @@ def segment_file(folder: Path) -> Path:
     return path
 
 
-def use(datastore: Datastore, everything: bool = True, limit_s: float = 5) -> None:
+def use(datastore: Datastore, everything: bool = True, limit_s: float = 60) -> None:
     """Everything that reads a body. Drafts must be well-formed whatever the body holds."""
     snapshot = datastore.snapshot
     matcher = Matcher([snapshot], 4, occurrences=16)

@@ -135,9 +135,9 @@ def test_a_hostile_text_takes_linear_time() -> None:
     keywords = " ".join(keyword for rule in secret_scan.get_rules() for keyword in rule.keywords)
     for line in (keywords, keywords + "\n" + "key = aaaaaaaaaaaa", "key=" + "a1" * 2000 + keywords, DASHES + "BEGIN A" + keywords):
         data = ((line + "\n") * (500_000 // len(line))).encode()
-        started = time.perf_counter()
+        started = time.process_time()
         secret_scan.find_secret(data, "a.yaml")
-        assert time.perf_counter() - started < 20
+        assert time.process_time() - started < 20
 
 
 def test_the_summary_counts_by_rule(tmp_path: Path) -> None:

@@ -188,9 +188,9 @@ def test_a_large_vocabulary_is_passed_over_quickly(tmp_path: Path) -> None:
     )
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         gguf.read(path)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.5, "0.1 s on an idle machine"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 import threading
 import time
@@ -20,9 +21,15 @@ from ngramspec.server.settings import ServerSettings
 
 
 @pytest.fixture(scope="package", autouse=True)
-def no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every client of httpx reads all certificates of the machine, which takes 30 ms: here all addresses are on loopback, without TLS."""
+def httpx_defaults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every client of httpx reads all certificates of the machine, which takes 30 ms: here all addresses are on loopback, without TLS.
+
+    After 5 s without a byte it gives up, which a busy machine may take.
+    """
+    timeout = inspect.signature(httpx.request).parameters["timeout"].default
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "read", "write", "pool"):
+            patch.setattr(timeout, name, 60)
         patch.setenv("SSL_CERT_FILE", "")
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("certificates")))
         yield

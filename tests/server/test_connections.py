@@ -107,7 +107,7 @@ def held(start_server: Callable[..., Server]) -> Any:
 
 
 def until(what: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not what() and time.monotonic() < deadline:
         time.sleep(0.01)
     return what()
@@ -176,14 +176,10 @@ def test_a_request_behind_one_under_way_is_told_that_the_connection_closes(held:
 def test_requests_sent_at_once_are_answered_or_told_that_the_connection_closes(server: Server) -> None:
     with Connection(server) as client:
         client.socket.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
-        client.socket.settimeout(2)
         answer = b""
-        try:
-            while piece := client.socket.recv(65536):
-                answer += piece
-        except TimeoutError:
-            pass
-    assert answer.count(b"HTTP/1.1 200 ") == 3 or b"connection: close" in answer.lower()
+        while answer.count(b"HTTP/1.1 200 ") < 3 and b"connection: close" not in answer.lower():
+            answer += (piece := client.socket.recv(65536))
+            assert piece, answer
 
 
 def test_what_is_written_is_sent_at_once(client: httpx.Client, server: Server) -> None:

@@ -152,7 +152,7 @@ def test_others_are_answered_while_every_place_is_taken(fim_engine: Engine) -> N
         start = time.monotonic()
         assert ask(json={"prompt": "a", "max_tokens": 2, "guided_json": {"const": "a"}}).status_code == 200
         assert ask(json={"prompt": "a", "max_tokens": 2}).status_code == 200
-        assert time.monotonic() - start < len(endless) * compiler_pool.TIMEOUT_S / compiler_pool.N_PROCESSES + 1
+        assert time.monotonic() - start < 60, "they would take hours"
         for thread in threads:
             thread.join()
     assert all(answer.status_code == 400 and "a smaller one may do" in answer.text for answer in answers)

@@ -138,7 +138,7 @@ def test_packages_are_shared_by_trees_with_the_same_versions(serve: Any, own: En
     assert drafted_from(serve, client, "/repo/b")[0] == ["b", packages]
     assert drafted_from(serve, client, "/repo/c")[0] == ["c"]
     assert drafted_from(serve, client)[0] == []
-    assert stores(client)[packages]["state"] == "ready"
+    until(lambda: stores(client)[packages]["state"] == "ready")
     assert [each.stores for each in repositories.trees.values()] == [["a", packages], ["b", packages], ["c"]]
 
 

@@ -191,10 +191,11 @@ class Stuck(io.StringIO):
 
 
 @pytest.fixture
-def root() -> Iterator[None]:
-    """Restores what `configure` changes."""
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restores what `configure` changes. A busy machine has time to write the log."""
     logger = logging.getLogger()
     handlers, level = logger.handlers[:], logger.level
+    monkeypatch.setattr(logs, "FLUSH_S", 60)
     yield
     logger.handlers[:] = handlers
     logger.setLevel(level)

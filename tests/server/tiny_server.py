@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,9 @@ def left_clean(engine: Engine) -> Iterator[Engine]:
     """Closes an engine at the end, when nothing may be left of any request."""
     with engine:
         yield engine
-        status = engine.status()
+        deadline = time.monotonic() + 60  # for the server to notice that a client has left
+        while (status := engine.status()).waiting + status.running and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert status.waiting == status.running == 0
         engine.runner.pool.check_integrity()
 

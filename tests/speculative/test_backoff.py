@@ -67,7 +67,7 @@ class Slow:
     def end(self, seq: int) -> None: ...
 
 
-@pytest.mark.parametrize(("token", "pass_ms", "always"), [(1, 100.0, True), (2, 1.0, False), (1, 0.1, False)])
+@pytest.mark.parametrize(("token", "pass_ms", "always"), [(1, 10_000.0, True), (2, 1.0, False), (1, 0.1, False)])
 def test_a_drafter_is_asked_while_it_pays(token: int, pass_ms: float, always: bool) -> None:
     """The text is of tokens that the tables cannot foresee, each second one is 1."""
     drafter = Slow(token)

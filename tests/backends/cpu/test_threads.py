@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -67,6 +68,9 @@ def test_a_piece_in_hand_is_waited_for() -> None:
     work.times[0, 0] += 1
     thread = threading.Thread(target=work.one)
     thread.start()
+    deadline = time.monotonic() + 60
+    while not work.times[0, 1] and time.monotonic() < deadline:
+        time.sleep(0.001)
     thread.join(0.05)
     assert thread.is_alive()
     assert work.times.tolist() == [[1, 1], [0, 0]]
