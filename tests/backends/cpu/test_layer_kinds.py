@@ -385,7 +385,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
         "form of neither Qwen3.5, LFM2, Granite 4, Nemotron-H nor Falcon-H1",
     ),
-    "kimi_linear": ({}, r"of type 'linear_attention' \(its recurrence is neither Gated DeltaNet nor Mamba-2"),
+    "kimi_linear": (
+        {"num_experts": 8, "moe_intermediate_size": 32, "linear_num_heads": 4, "linear_head_dim": 16},
+        r"of type 'linear_attention' \(its recurrence is neither Gated DeltaNet nor Mamba-2",
+    ),
     "granitemoehybrid": ({"layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 18}, "form of neither Qwen3.5, LFM2, Granite 4, "),
     "diffllama": ({}, "layer 0 computes attention more than once in a pass"),  # whose second call would replace the values of the first
     "lfm2": ({"layer_types": ["conv", "full_attention"] * 4, "conv_bias": True}, "form of neither Qwen3.5, LFM2, Granite 4, "),
