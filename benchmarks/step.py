@@ -2,10 +2,10 @@
 
     python -m benchmarks.step --model M | --random-weights CONFIG [--device cpu|cuda:N] [--dtype D] [--context 512]
         [--rows 1,2,3,4,6,8,12,16,32 | 1-64,128] [--repeat N] [--linears exact|unpacked|vendor] [--precision auto|int8|float32]
-        [--without-transformers] [--against llama [--llama-python PATH] [--llama-gguf F]]
+        [--prompt-tokens 512] [--without-transformers] [--against llama [--llama-python PATH] [--llama-gguf F]]
 
 One sequence with `context` tokens in its cache and T rows after them, logits for every row: our pass, transformers' own forward with its
-cache, and the time to read the weights once (of a GGUF file as they are there), which no pass can beat; also a prompt of 512 tokens.
+cache, and the time to read the weights once (of a GGUF file as they are there), which no pass can beat; also a whole prompt.
 Against llama.cpp: the same row counts after as many tokens, with logits of the last row alone, in a process of its own.
 
 Everybody takes turns, all row counts in each, after a pass that does not count; whoever waits uses no core. Medians. `kinks`: a row count's
@@ -36,7 +36,6 @@ from ngramspec.backends.base import Runner
 from ngramspec.models.loader import load_model
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32]
-PREFILL = 512  # tokens of the prompt
 # On a GPU an engine would take what is free, but transformers' model and its cache have to stand beside it.
 KV_BYTES = 2 << 30
 FLOOR_BYTES = 1 << 30  # read at most to see how fast memory is, and far more than any cache holds
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         llama = None
         if args.against:
-            gguf, max_len = next(iter(find_gguf_files(args.model)), None), max(args.context + max(args.rows), PREFILL)
+            gguf, max_len = next(iter(find_gguf_files(args.model)), None), max(args.context + max(args.rows), args.prompt_tokens)
             llama = stack.enter_context(contextlib.closing(open_llama_passes(args, gguf, max_len, LLAMA_REST_S)))
         document = measure(args, llama)
     print_figures(document)
@@ -70,8 +69,8 @@ def measure(args: argparse.Namespace, llama: Peer | None) -> dict[str, Any]:
     common.enlarge_pages(engine)
     if args.context + max(args.rows) > engine.max_model_len:
         raise SystemExit(f"--context {args.context} and {max(args.rows)} rows do not fit the model's {engine.max_model_len} tokens")
-    prefill = PREFILL if engine.max_model_len >= PREFILL else None
-    turns: dict[str, Turn] = {"ours": partial(take_our_turn, engine.runner, args.rows, args.context, prefill)}
+    prompt = args.prompt_tokens if engine.max_model_len >= args.prompt_tokens else None
+    turns: dict[str, Turn] = {"ours": partial(take_our_turn, engine.runner, args.rows, args.context, prompt)}
     n_bytes = count_file_bytes(find_gguf_files(args.model))
     if args.transformers:
         stock = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype)).model
@@ -80,13 +79,13 @@ def measure(args: argparse.Namespace, llama: Peer | None) -> dict[str, Any]:
     if n_bytes is not None:
         turns["floor"] = partial(take_floor_turn, n_bytes, torch.ones(min(n_bytes, FLOOR_BYTES) // 4, device=args.device), args.device)
     if llama is not None:
-        turns["llama"] = partial(take_llama_turn, llama, args.rows, args.context)
+        turns["llama"] = partial(take_llama_turn, llama, args.rows, args.context, args.prompt_tokens)
     medians = find_medians(common.run_in_turns(turns, args.repeat))
     engine.close()
     document = {
         "model": args.model,
-        **make_figures(medians, args.rows, n_bytes),
-        "settings": {name: getattr(args, name) for name in ("context", "repeat", "linears", "precision", "against")},
+        **make_figures(medians, args.rows, args.prompt_tokens, n_bytes),
+        "settings": {name: getattr(args, name) for name in ("context", "prompt_tokens", "repeat", "linears", "precision", "against")},
         **describe_engine(engine),
         **common.describe_machine(args.device, engine.threads),
     }
@@ -102,6 +101,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=common.parse_positive, default=512, metavar="N", help="tokens in the cache")
     parser.add_argument("--rows", type=common.parse_counts, default=ROWS, metavar="N,N-N,...", help="row counts; 1 is always among them")
     parser.add_argument("--repeat", type=common.parse_positive, default=15, metavar="N", help="passes of each kind")
+    parser.add_argument("--prompt-tokens", type=common.parse_positive, default=512, metavar="N", help="length of the whole prompt")
     text = "leave out transformers' own pass and its copy of the weights in --dtype, for which memory may not suffice"
     parser.add_argument("--without-transformers", dest="transformers", action="store_false", help=text)
     add_llama_options(parser)
@@ -116,9 +116,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 # ---------------------------------------------------------------------------- turns
 
 
-def take_our_turn(runner: Runner, rows: list[int], context: int, prefill: int | None) -> dict[str, float]:
+def take_our_turn(runner: Runner, rows: list[int], context: int, n_prompt: int | None) -> dict[str, float]:
     runner.time_pass(1, context)
-    found = {} if prefill is None else {"prefill": time_prefill(runner, prefill)}
+    found = {} if n_prompt is None else {"prefill": time_prefill(runner, n_prompt)}
     runner.time_pass(1, context)  # the first pass after a long one finds other things in the processor's caches
     return found | {str(n): runner.time_pass(n, context) for n in rows}
 
@@ -134,8 +134,8 @@ def take_stock_turn(model: Any, cache: DynamicCache, rows: list[int], device: st
     return {str(n): time_stock(model, cache, n, device) for n in rows}
 
 
-def take_llama_turn(peer: Peer, rows: list[int], context: int) -> dict[str, float]:
-    answer = peer.ask(rows=rows, context=context, prefill=PREFILL)
+def take_llama_turn(peer: Peer, rows: list[int], context: int, n_prompt: int) -> dict[str, float]:
+    answer = peer.ask(rows=rows, context=context, prefill=n_prompt)
     return answer["rows"] | {"prefill": answer["prefill"]}
 
 
@@ -184,7 +184,7 @@ def find_medians(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[st
     return {who: {name: round(statistics.median(turn[name] for turn in turns), 3) for name in turns[0]} for who, turns in rounds.items()}
 
 
-def make_figures(medians: dict[str, dict[str, float]], rows: list[int], n_bytes: int | None) -> dict[str, Any]:
+def make_figures(medians: dict[str, dict[str, float]], rows: list[int], n_prompt: int, n_bytes: int | None) -> dict[str, Any]:
     """Return the figures of the document, from medians of milliseconds by contender and row count (or "prefill", "read")."""
     ours = {str(n): medians["ours"][str(n)] for n in rows}
     bends = find_kinks({int(n): ms for n, ms in ours.items()})
@@ -193,7 +193,7 @@ def make_figures(medians: dict[str, dict[str, float]], rows: list[int], n_bytes:
         "ratio": {n: round(ms / ours["1"], 3) for n, ms in ours.items()},
         "kinks": bends,
         "max_kink": max(bends.values(), default=None),
-        "prefill_512_ms": medians["ours"].get("prefill"),
+        f"prefill_{n_prompt}_ms": medians["ours"].get("prefill"),
         "weight_bytes": n_bytes,
     }
     if stock := medians.get("stock"):
@@ -209,7 +209,7 @@ def make_figures(medians: dict[str, dict[str, float]], rows: list[int], n_bytes:
         found |= {
             "llama_rows": {n: llama[n] for n in ours},
             "llama_ratio": {n: round(ms / llama[n], 3) for n, ms in ours.items()},
-            "llama_prefill_512_ms": llama["prefill"],
+            f"llama_prefill_{n_prompt}_ms": llama["prefill"],
         }
     return found
 
@@ -238,9 +238,10 @@ def print_figures(document: dict[str, Any]) -> None:
     }
     shown = {title: document[name] for title, name in columns.items() if name in document}
     common.print_table(["rows", *shown], [[n, *(column.get(n) for column in shown.values())] for n in document["rows"]])
-    if (prefill := document["prefill_512_ms"]) is not None:
-        theirs = f", llama.cpp {document['llama_prefill_512_ms']:.0f} ms" if "llama_rows" in document else ""
-        print(f"a prompt of {PREFILL} tokens: {prefill:.0f} ms{theirs}")
+    n_prompt = document["settings"]["prompt_tokens"]
+    if (prefill := document[f"prefill_{n_prompt}_ms"]) is not None:
+        theirs = f", llama.cpp {document[f'llama_prefill_{n_prompt}_ms']:.0f} ms" if "llama_rows" in document else ""
+        print(f"a prompt of {n_prompt} tokens: {prefill:.0f} ms{theirs}")
     if "floor_ms" in document:
         print(f"reading the weights once ({document['weight_bytes'] / 1e6:.0f} MB): {document['floor_ms']:.2f} ms")
     print(f"exactness: {document['exactness']}")

@@ -310,7 +310,8 @@ def test_step_keeps_its_contract(folder: Path, capsys: pytest.CaptureFixture[str
         assert all(value > 0 for value in document[name].values())
     assert document["ratio"]["1"] == document["stock_ratio"]["1"] == 1
     assert document["floor_ms"] > 0
-    assert document["settings"] == {"context": 32, "repeat": 2, "linears": "exact", "precision": "auto", "against": None}
+    settings = {"context": 32, "prompt_tokens": 512, "repeat": 2, "linears": "exact", "precision": "auto", "against": None}
+    assert document["settings"] == settings
     assert document["prefill_512_ms"] is None  # the model holds 256
 
 

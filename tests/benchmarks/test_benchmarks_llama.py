@@ -81,7 +81,22 @@ def last_document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_step_against_llama(folder: Path, llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    step.main(["--model", str(folder), "--rows", "2-4,8", "--context", "600", "--repeat", "2", "--without-transformers", *llama])
+    step.main(
+        [
+            "--model",
+            str(folder),
+            "--rows",
+            "2-4,8",
+            "--context",
+            "600",
+            "--prompt-tokens",
+            "300",
+            "--repeat",
+            "2",
+            "--without-transformers",
+            *llama,
+        ]
+    )
     document = last_document(capsys)
     counts = ["1", "2", "3", "4", "8"]
     for name in ("rows", "ratio", "llama_rows", "llama_ratio"):
@@ -91,8 +106,8 @@ def test_step_against_llama(folder: Path, llama: list[str], capsys: pytest.Captu
         assert document["llama_ratio"][n] == pytest.approx(document["rows"][n] / document["llama_rows"][n], rel=0.5, abs=0.001)
     assert list(document["kinks"]) == ["2", "3", "4"]
     assert document["max_kink"] == max(document["kinks"].values())
-    assert document["prefill_512_ms"] > 0
-    assert document["llama_prefill_512_ms"] > 0
+    assert document["prefill_300_ms"] > 0
+    assert document["llama_prefill_300_ms"] > 0
     assert document["versions"]["llama"] == "0.2"
     assert "stock_rows" not in document
     assert document["weight_bytes"] is None
