@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_server import left_clean, routes_of
+from tiny_server import Server, left_clean, routes_of
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -115,10 +116,21 @@ def fim_engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def editor(fim_engine: Engine, make_server: Callable[..., Any]) -> Iterator[httpx.Client]:
-    server = make_server(engine=fim_engine)
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def editor_server(fim_engine: Engine, make_server: Callable[..., Server]) -> Server:
+    return make_server(engine=fim_engine)
+
+
+@pytest.fixture(scope="module")
+def editor(editor_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=editor_server.url, timeout=60) as client:
         yield client
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +192,7 @@ def test_what_follows_an_accepted_suggestion_is_computed_ahead(fim_engine: Engin
     for fim_ahead in (True, False):
         with httpx.Client(base_url=make_server(ServerSettings(fim_ahead=fim_ahead), fim_engine).url, timeout=60) as client:
             answer = post(client, "/infill", body | {"prompt": str(fim_ahead)})
-            until = time.monotonic() + 20
-            while fim_engine.core.ahead.has_work and time.monotonic() < until:
-                time.sleep(0.005)
+            wait_until(lambda: not fim_engine.core.ahead.has_work)
             accepted = post(client, "/infill", body | {"prompt": str(fim_ahead) + answer["content"]})
         n_computed = accepted["timings"]["prompt_n"]
         assert (n_computed <= BLOCK) if fim_ahead else (n_computed > len(AFTER)), (fim_ahead, n_computed)
@@ -372,14 +382,29 @@ def test_what_stopped_a_text(editor: httpx.Client, fim_engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("path", ["/completion", "/infill"])
-def test_a_client_that_goes_away_frees_what_ran_for_it(editor: httpx.Client, fim_engine: Engine, path: str) -> None:
+def test_a_client_that_goes_away_frees_what_ran_for_it(
+    editor: httpx.Client, editor_server: Server, fim_engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     body = {"prompt": "abc", "input_prefix": "a", "input_suffix": "b", "n_predict": 1900, "ignore_eos": True, "speculation": False}
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=editor.base_url, timeout=0.2) as client:
-        client.post(path, json=body | {"t_max_predict_ms": 60_000})
-    deadline = time.monotonic() + 2
-    while fim_engine.status().running and time.monotonic() < deadline:
-        editor.get("/health")
-    assert fim_engine.status().running == 0
+    forward, begun, left = fim_engine.runner.forward, threading.Event(), threading.Event()
+
+    def wait_in_the_middle(batch: Batch) -> Any:
+        begun.set()
+        assert left.wait(60)
+        return forward(batch)
+
+    monkeypatch.setattr(fim_engine.runner, "forward", wait_in_the_middle)
+    monkeypatch.setattr(fim_engine.runner, "native_forward", lambda: None)
+    admission, passes = editor_server.app.state.server.admission, fim_engine.status().passes
+    content = json.dumps(body | {"t_max_predict_ms": 60_000}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection((editor.base_url.host, editor.base_url.port or 0), timeout=60) as connection:
+        connection.sendall(head.encode() + content)
+        assert begun.wait(60)
+    wait_until(lambda: admission.in_flight == 0)
+    left.set()
+    wait_until(lambda: fim_engine.status().running == 0)
+    assert fim_engine.status().passes - passes < 10, "it ended because it was done"
 
 
 # ---------------------------------------------------------------------- /completion
@@ -562,7 +587,15 @@ def test_slots_can_be_left_out(fim_engine: Engine) -> None:
         assert client.get("/slots").status_code == 501
 
 
-def test_slots_tell_no_text(editor: httpx.Client, fim_engine: Engine) -> None:
+def test_slots_tell_no_text(editor: httpx.Client, fim_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, passes, seen = fim_engine.runner.forward, itertools.count(), threading.Event()
+
+    def wait_in_the_middle(batch: Batch) -> Any:
+        assert next(passes) < 200 or seen.wait(60)  # else it may be over when the slots are looked at
+        return forward(batch)
+
+    monkeypatch.setattr(fim_engine.runner, "forward", wait_in_the_middle)
+    monkeypatch.setattr(fim_engine.runner, "native_forward", lambda: None)
     idle = editor.get("/slots").json()
     assert [(slot["id"], slot["is_processing"]) for slot in idle] == [(i, False) for i in range(4)]
     secret = "xyzzy" * 8
@@ -575,14 +608,13 @@ def test_slots_tell_no_text(editor: httpx.Client, fim_engine: Engine) -> None:
             line = next(lines)
             begun |= {json.loads(line[6:])["index"]} if line else set()
         shown, busy = editor.get("/slots"), editor.get("/slots?fail_on_no_slot=1")
+    seen.set()
     assert (busy.status_code, busy.json()["error"]["code"]) == (503, "no_slot")
     assert secret not in shown.text
     assert shown.json()[0]["is_processing"] is True
     assert shown.json()[0]["n_prompt_tokens"] == 40
     assert shown.json()[0]["next_token"]["n_decoded"] > 0
-    deadline = time.monotonic() + 60
-    while any(slot["is_processing"] for slot in editor.get("/slots").json()):
-        assert time.monotonic() < deadline
+    wait_until(lambda: not any(slot["is_processing"] for slot in editor.get("/slots").json()))
 
 
 def test_keys(fim_engine: Engine, make_server: Callable[..., Any]) -> None:

@@ -324,7 +324,7 @@ def test_even_pace(make_server: Callable[..., Server]) -> None:
     whole = {name: value for name, value in body.items() if name != "stream_options"}
     expected = plain.post("/v1/completions", json=whole).json()
     sources: list[Any] = []
-    started, text, arrived = time.monotonic(), "", []
+    started, text = time.monotonic(), ""
     with even.stream("POST", "/v1/completions", json=body | {"stream": True, "return_sources": True}) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -332,10 +332,10 @@ def test_even_pace(make_server: Callable[..., Server]) -> None:
                 for choice in event["choices"]:
                     text += choice["text"]
                     sources.append(len(choice["ngramspec"]["tokens"]))
-                    arrived.append(time.monotonic())
+    took_s = time.monotonic() - started
     assert text == expected["choices"][0]["text"]
     assert sources == [1] * 12
-    assert arrived[-1] - arrived[0] >= 11 * 0.02 * 0.9
+    assert took_s >= 11 * 0.02
     started = time.monotonic()
     assert even.post("/v1/completions", json=whole).json()["choices"] == expected["choices"]
     assert time.monotonic() - started >= 12 * 0.02
