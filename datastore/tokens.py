@@ -20,6 +20,9 @@ from .errors import DatastoreCorruptError
 from .format import choose_token_dtype, get_separator
 from .manifest import Manifest, read_tokenizer
 
+# Characters of a long text that are encoded by themselves, and how many such pieces at once: `tokenizers` takes some 100 bytes a token.
+PIECE_CHARS = 1 << 20
+PIECES = 8
 _STATE = ("truncation", "padding")  # set by whoever used the tokenizer last; they are no part of what it means
 
 
@@ -68,6 +71,18 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts, end to end, each followed by a separator -> tokens [n] u16|u32, lengths [texts] int64 without the separators."""
+        if all(len(text) <= PIECE_CHARS for text in texts):
+            return self._encode_batch(texts)
+        found = [self._encode_long(text) for text in texts]
+        return np.concatenate(found), np.array([len(tokens) - 1 for tokens in found], np.int64)
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        """Encode a text in pieces -> tokens [n] with a separator."""
+        pieces, separator = split_text(text, PIECE_CHARS), get_separator(self.dtype.itemsize)
+        batches = [self._encode_batch(pieces[at : at + PIECES])[0] for at in range(0, len(pieces), PIECES)]
+        return np.concatenate([*(tokens[tokens != separator] for tokens in batches), np.array([separator], self.dtype)])
+
+    def _encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         tokens = np.full(int(lengths.sum()) + len(encodings), get_separator(self.dtype.itemsize), self.dtype)
@@ -102,6 +117,18 @@ class Encoder:
 
     def __reduce__(self) -> tuple[object, tuple[bytes, str]]:
         return Encoder, (self.json, self.name)
+
+
+def split_text(text: str, most: int) -> list[str]:
+    """Return pieces of a text, each of at most `most` characters, that end with a line if a line ends there."""
+    pieces, start = [], 0
+    while start < len(text):
+        end = start + most
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        pieces.append(text[start:end])
+        start = end
+    return pieces
 
 
 def find_control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ngramspec.datastore import archives, cache_dir, corpus, file_filters
+from ngramspec.datastore import tokens as token_module
 from ngramspec.datastore.corpus import CorpusError, CorpusOptions, Skipped
 from ngramspec.datastore.tokens import Encoder, compute_fingerprint
 
@@ -525,6 +526,18 @@ def test_control_tokens_that_are_words_of_the_model_are_dropped() -> None:
     tokens, lengths = Encoder(backend, "t").encode(["a <s> b", "<s>", "b a"])
     assert tokens.tolist() == [1, 2, 0xFFFF, 0xFFFF, 2, 1, 0xFFFF]
     assert lengths.tolist() == [2, 0, 2]
+
+
+def test_a_long_text_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All encodings of a file of 500 MB at once took 20 GB."""
+    encoder, text = Encoder(tokenizer_with([]), "t"), "a line\nanother\n" + "x" * 50 + "\n\nend"
+    at_once = encoder.encode([text, "", "short"])
+    monkeypatch.setattr(token_module, "PIECE_CHARS", 16)
+    for found, expected in zip(encoder.encode([text, "", "short"]), at_once, strict=True):
+        assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
+    pieces = token_module.split_text(text, 16)
+    assert "".join(pieces) == text
+    assert [len(piece) for piece in pieces] == [15, 16, 16, 16, 7]
 
 
 def test_wide_vocabularies_and_line_ends() -> None:
