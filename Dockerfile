@@ -18,13 +18,11 @@ ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS base
 ARG PACKAGES=
-# What a base may lack: OpenMP, which numba's threads wait in, Python, and git, which says what a working tree (--repo) tracks.
+# What a base may lack: OpenMP, which numba's threads wait in, and Python.
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-      git libgomp1 ${PACKAGES} $(command -v python3 > /dev/null || echo python3 python3-venv) \
+      libgomp1 ${PACKAGES} $(command -v python3 > /dev/null || echo python3 python3-venv) \
  && rm -rf /var/lib/apt/lists/*
-# A mounted tree belongs to another user.
-RUN git config --system --add safe.directory /tree
 ENV PATH=/opt/ngramspec/bin:$PATH
 
 FROM base AS build
