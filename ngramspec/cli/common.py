@@ -161,6 +161,14 @@ def parse_size(text: str | None, option: str) -> int | None:
     return size
 
 
+def format_size(n_bytes: int) -> str:
+    """Return a number of bytes as `parse_size` reads it, in the largest unit that it is a whole number of."""
+    for power, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
+        if n_bytes >> power << power == n_bytes > 0:
+            return f"{n_bytes >> power}{unit}"
+    return str(n_bytes)
+
+
 def open_store(folder: Path | str) -> Datastore:
     """Open the datastore of a --datastore, before a model is loaded, so that a wrong one is reported at once. Raises BadInputError."""
     from ngramspec.datastore.errors import DatastoreError

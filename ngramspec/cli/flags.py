@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints, is_typeddict
 
 import typer
 
-from ngramspec.cli.common import BadInputError, check_text, decode_text, option, parse_size
+from ngramspec.cli.common import BadInputError, check_text, decode_text, format_size, option, parse_size
 from ngramspec.errors import InvalidInputError
 from ngramspec.options import ChoiceOf, Flag, Integer, Number, Option, TextKind, TextList, options_of
 
@@ -109,7 +109,9 @@ def _parameter(each: Option) -> inspect.Parameter:
     if _is_negative(each):
         help_text, default = each.off or f"Off: {each.help}", False
     declared = option(each.panel or SAMPLING, help_text, *_flags(each), metavar=each.metavar)
-    annotation: Any = str if each.metavar == _SIZE else _TYPES[type(each.kind)]
+    annotation: Any = _TYPES[type(each.kind)]
+    if each.metavar == _SIZE:
+        annotation, default = str, None if default is None else format_size(default)
     if default is None or isinstance(each.kind, TextList):
         annotation, default = annotation | None, None
     return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, declared])

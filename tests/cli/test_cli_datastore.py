@@ -18,7 +18,7 @@ from rich.console import Console
 from ngramspec import __version__
 from ngramspec.cli import main as cli
 from ngramspec.cli import screen, screen_datastore
-from ngramspec.cli.common import parse_size
+from ngramspec.cli.common import format_size, parse_size
 from ngramspec.datastore import Datastore, DatastoreCorruptError, DatastoreLockedError, Progress, Summary
 from ngramspec.datastore.commit import lock_for_writing
 from ngramspec.datastore.manifest import read_manifest
@@ -192,6 +192,14 @@ def test_help_helps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     ("text", "size"), [("1", 1), ("500K", 500 << 10), ("1.5g", 3 << 29), ("2GiB", 2 << 30), ("8MB", 8 << 20), (" 3 T ", 3 << 40)]
 )
 def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text, "--x") == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(4 << 30, "4G"), (800 << 20, "800M"), (3 << 40, "3T"), ((1 << 30) + 1024, "1048577K"), (1025, "1025")]
+)
+def test_sizes_are_shown_as_they_are_given(size: int, text: str) -> None:
+    assert format_size(size) == text
     assert parse_size(text, "--x") == size
 
 
