@@ -30,7 +30,7 @@ LOG_S = 10.0  # between log lines about one build
 
 @dataclass(slots=True)
 class IndexingProgress:
-    """The state of a store. Written by its thread, read by others."""
+    """The state of a store. Written by its thread, `state` last, and read by others."""
 
     state: Literal["waiting", "building", "ready", "followed", "failed"] = "waiting"
     """waiting: to be begun, or for another process that builds it. failed: it is tried again. followed: each saved file is read."""
@@ -257,11 +257,11 @@ class _IndexerThread(threading.Thread):
                 self._logged_s = now
                 self._log(f"{facts['files']:,} of {facts['n_files']:,} files are read" + (f", about {left:.0f} s left" if left else ""))
         elif kind == "problem":
-            progress.state, progress.message = ("waiting" if facts["waits"] else "failed"), facts["text"]
+            progress.message, progress.state = facts["text"], "waiting" if facts["waits"] else "failed"
             self._is_final = facts.get("final", False)
             self._log(facts["text"])
         elif kind == "following":
-            progress.state, progress.message = "followed", ""
+            progress.message, progress.state = "", "followed"
             self._log("its files are followed")
         else:
             self._finish_build(facts)
@@ -286,7 +286,7 @@ class _IndexerThread(threading.Thread):
         try:
             self._engine.add_datastore(self._store, self._kept.folder)
         except Exception as error:  # such as an engine that was closed: what is said here is all that is heard of it
-            self.progress.state, self.progress.message = "failed", str(error)
+            self.progress.message, self.progress.state = str(error), "failed"
             self._log(str(error))
         else:
             self.progress.ready, self.progress.state = True, "ready"

@@ -64,6 +64,9 @@ LOADING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="co
 # Seconds without an answer after which a client that has shut its side down is asked whether it is there; when that is looked at, and how
 # often then.
 HALF_CLOSED_S = (0.01, 0.01, 0.2)
+# Seconds without a request after which a connection is closed: longer than proxies and clients keep theirs (nginx 60 s, httpx 5 s), who
+# would otherwise send a request just as the server closes. `max_connections` bounds how many there are.
+KEEP_ALIVE_S = 75
 # Seconds that responses which are being written have when the server stops.
 STOP_S = 3
 
@@ -369,6 +372,7 @@ def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=STOP_S,
     )
 

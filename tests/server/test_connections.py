@@ -190,6 +190,14 @@ def test_what_is_written_is_sent_at_once(client: httpx.Client, server: Server) -
     assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
 
 
+def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(client: httpx.Client, server: Server) -> None:
+    """A proxy that sends a request just as the server closes the connection answers 502; nginx keeps connections for 60 s."""
+    assert client.get("/health").status_code == 200
+    idle = [each for each in list(server.uvicorn.server_state.connections) if each.timeout_keep_alive_task is not None]
+    assert idle
+    assert all(each.timeout_keep_alive_task.when() - each.loop.time() > 60 for each in idle)
+
+
 def test_an_event_is_one_line_to_who_splits_at_any_line_end(client: httpx.Client) -> None:
     """As httpx does, with which Ollama's client for Python and others read streams: JSON may hold U+0085, U+2028 and U+2029 as they are."""
     odd = "a\u2028b\u2029c\u0085d\u00e9"
