@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ngramspec import config, sampling_params
 from ngramspec.cli import common
 from ngramspec.cli import complete as complete_module
-from ngramspec.cli.common import BadInputError
+from ngramspec.cli.common import BadInputError, parse_size
 from ngramspec.cli.drafts import draft_settings
 from ngramspec.cli.flags import with_options
 from ngramspec.cli.main import app
@@ -67,7 +67,9 @@ def test_every_setting_is_an_option_with_its_default(command: str, table: type) 
         elif each.default is True:
             assert any(flag.startswith("--no-") for flag in [*declared[each.name].opts, *declared[each.name].secondary_opts])
         else:
-            assert declared[each.name].default == (None if isinstance(each.kind, TextList) else each.default)
+            shown = declared[each.name].default
+            default = parse_size(shown, each.flag) if each.metavar == "SIZE" else shown
+            assert default == (None if isinstance(each.kind, TextList) else each.default)
 
 
 def test_the_commands_have_the_same_options_on_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,11 @@ ROUTERS = {
     "qwen3_moe": "mlp.gate", "mixtral": "mlp.gate", "glm4_moe": "mlp.gate", "gpt_oss": "mlp.router",
     "granitemoe": "block_sparse_moe.router", "ernie4_5_moe": "mlp.gate", "hunyuan_v1_moe": "mlp.gate",
 }  # fmt: skip
+SIZES = {
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3, "head_dim": 16},
+    "glm4_moe": {"moe_intermediate_size": 8},
+    "ernie4_5_moe": {"moe_intermediate_size": 8},
+}
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,7 +33,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("family", ROUTERS)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_routers_choose_as_transformers_modules(family: str, normalise: bool, device: str) -> None:
-    sizes = {"num_experts": 8, "moe_topk": 3, "head_dim": 16} if family == "hunyuan_v1_moe" else {}
+    sizes = SIZES.get(family, {})
     layer: Any = tiny.tiny_model(family, norm_topk_prob=normalise, **sizes).base_model.layers[-1]
     router = layer.get_submodule(ROUTERS[family])
     options = find_router_options(router)
