@@ -181,8 +181,12 @@ def test_a_defect_shows_its_traceback(engine: type[PlaybackEngine], monkeypatch:
 def test_version_and_help() -> None:
     command = [sys.executable, "-m", "ngramspec"]
     assert subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout == f"ngramspec {__version__}\n"
-    told = subprocess.run([*command, "complete", "--help"], capture_output=True, text=True, check=True).stdout
-    assert "--show-drafts" in told
+    command[1:1] = ["-X", "importtime"]
+    told = subprocess.run([*command, "complete", "--help"], capture_output=True, text=True, check=True)
+    assert "--show-drafts" in told.stdout
+    imported = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
+    assert "ngramspec" in imported
+    assert "torch" not in imported, "help must not import torch"
 
 
 def test_importing_ngramspec_imports_nothing_heavy() -> None:
