@@ -188,12 +188,17 @@ class Core:
             return []
         self._has_drafts = any(each.seq.speculation for each in rows)
         self._keep_states()
+        changed = None
         if interrupt is not None and not self.lacks_code and not self._keeps_states and self.native_steps.can_run(rows, self.acceptance):
             changed = self._step_natively([each.seq for each in rows], interrupt)
-            if changed is not None:
-                meanwhile()
-                return changed
-        return self._step_with_hooks(rows, meanwhile)
+        if changed is None:
+            changed = self._step_with_hooks(rows, meanwhile)
+        else:
+            meanwhile()
+        if not self.scheduler.has_work:  # the time until the next step is not this one's
+            self.timing.finish_step()
+            self.timing.flush()
+        return changed
 
     def _step_with_hooks(self, rows: list[ScheduledRows], meanwhile: Callable[[], None]) -> list[Sequence]:
         """Make one step in Python, where grammars, datastores and drafters act before the pass and stop strings and samplers after it."""
@@ -211,14 +216,7 @@ class Core:
         accepted = self._accept(rows, batch, output)
         changed = self._commit(accepted, batch, output)
         self.timing.add_tokens(sum(len(each.tokens) for each in accepted))
-        self._end_before_idleness()
         return changed
-
-    def _end_before_idleness(self) -> None:
-        """End the step's time here if nothing is left to do: the time until the next step is not its own."""
-        if not self.scheduler.has_work:
-            self.timing.finish_step()
-            self.timing.flush()
 
     def _step_natively(self, seqs: list[Sequence], interrupt: np.ndarray) -> list[Sequence] | None:
         """Make several steps in one call; None, with nothing done, if a single one in Python must be made."""
@@ -245,7 +243,6 @@ class Core:
             else:
                 self.runner.pool.truncate_to(seq.slot, seq.n_computed)
         self.native_steps.finish(result, [each for each in appended if each[0].slot >= 0 and each[0].speculation])
-        self._end_before_idleness()
         return changed
 
     def _halve_rows(self, rows: list[ScheduledRows], n_rows: int) -> bool:
@@ -357,7 +354,7 @@ class Core:
             n_beside=sum(len(span.tokens) == 1 for span in sampling) if has_prompt else 0,
             speculates=self._speculates,
         )
-        self._keep_states()
+        self._keep_states()  # again: a drafter that was not asked for a while may be from this step on
         output = self.runner.forward(batch)
         self.n_passes += 1
         meanwhile()
