@@ -144,7 +144,7 @@ def draft_trees(t):
 
 @njit(cache=True, nogil=True)
 def pack_rows(table, n_nodes, tokens, parents, block_tables, rows_per_item):
-    """Return the arrays of `sampling.batch.fill` for one row and a draft tree of every sequence."""
+    """Return the arrays of `sampling.batch.fill_batch` for one row and a draft tree of every sequence."""
     B, at, node = table.shape[0], 0, 0
     spans, ids = np.empty((B, 5), np.int64), np.empty(B + len(tokens), np.int32)
     for b in range(B):

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 MOST = 64  # longest draft that `find_best_gamma` looks at: where drafting is free, longer is always better
 
 
@@ -52,19 +50,6 @@ def find_best_gamma(alpha: float, c: float, most: int = MOST) -> int:
     """Return the draft length, 0 to `most`, with the greatest walltime factor; of several the shortest (section 3.5)."""
     _check(gamma=most)
     return max(range(most + 1), key=lambda gamma: compute_walltime_factor(alpha, gamma, c))
-
-
-def estimate_acceptance(p: np.ndarray, q: np.ndarray) -> float:
-    """alpha of drafts from q for a target that samples from p: the mean over rows of sum(min(p, q)) (corollary 3.6).
-
-    p and q [V] or [N, V] are distributions over tokens, row by row. Raises ValueError where they are not.
-    """
-    if np.shape(p) != np.shape(q):
-        raise ValueError(f"p and q must have one shape, got {np.shape(p)} and {np.shape(q)}")
-    for name, rows in (("p", p), ("q", q)):
-        if not (np.min(rows) >= 0 and np.allclose(np.sum(rows, axis=-1), 1, atol=1e-4)):
-            raise ValueError(f"{name} must be distributions: no number below 0, rows that add up to 1")
-    return float(np.minimum(p, q).sum(axis=-1).mean())
 
 
 def find_alpha(tokens_per_pass: float, gamma: float) -> float:
@@ -139,7 +124,7 @@ def estimate_run(document: Mapping[str, Any]) -> RunFigures:
 
 
 def _estimate_by_depth(accepted: Sequence[int], drafted: Sequence[int], drafts: int, passes: int) -> tuple[float, tuple[float, ...]]:
-    """Return alpha and `RunFigures.count_run` from nodes per depth."""
+    """Return alpha and `RunFigures.reach` from nodes per depth."""
     reached = [min(n, drafts) for n in drafted]  # passes; exact for chains
     places = [min(n, before) for n, before in zip(reached, [drafts, *accepted], strict=False)]
     return sum(accepted) / sum(places) if sum(places) else 0.0, tuple(n / passes for n in reached)

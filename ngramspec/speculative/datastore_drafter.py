@@ -265,7 +265,7 @@ class SuffixDrafter:
 
     def _put_lf(self, line_ends: LineEnds, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> np.ndarray:
         """Replace CRLF by LF in the contexts [B, MAX_MATCH], newest token first, of sequences that have it. Their match starts anew, since
-        what was appended may change the tokens before it. Return what they continue from [B] int8, see `LineEnds.translate`."""
+        what was appended may change the tokens before it. Return what they continue from [B] int8, see `LineEnds.translate_trees`."""
         kinds = np.full(len(slots), LF, np.int8)
         for b in np.flatnonzero(self._crlf[slots]).tolist():
             context = contexts[b]

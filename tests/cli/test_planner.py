@@ -62,17 +62,6 @@ def test_expected_tokens_is_the_sum_of_powers() -> None:
             assert planner.compute_expected_tokens(alpha, gamma) == pytest.approx(sum(alpha**i for i in range(gamma + 1)), rel=1e-9)
 
 
-def test_acceptance_is_how_often_drawn_drafts_are_taken() -> None:
-    rng = np.random.default_rng(0)
-    p, q = rng.dirichlet(np.ones(9), (2, 50))
-    drafts = np.array([rng.choice(9, 4000, p=row) for row in q])
-    ratio = np.take_along_axis(p / q, drafts, axis=1)
-    assert planner.estimate_acceptance(p, q) == pytest.approx((rng.random(drafts.shape) < ratio).mean(), abs=0.01)
-    assert planner.estimate_acceptance(p[0], p[0]) == pytest.approx(1)
-    with pytest.raises(ValueError, match="p must be distributions"):
-        planner.estimate_acceptance(p * 2, q)
-
-
 def test_best_gamma() -> None:
     assert planner.find_best_gamma(0.3, 0.4) == 0  # corollary 3.9: nothing is gained where alpha <= c
     assert planner.find_best_gamma(0.5, 0.4) == 1

@@ -39,7 +39,7 @@ class DraftModel(Stepwise):
         self._target: Runner | None = None
 
     def bind(self, runner: Runner) -> None:
-        """Load the model and compare it. Raises what `loading.load_model` and runners raise, UnsupportedModelError if the two differ."""
+        """Load the model and compare it. Raises what `loader.load_model` and runners raise, UnsupportedModelError if the two differ."""
         if self._target is runner:
             return
         if isinstance(self.model, str):

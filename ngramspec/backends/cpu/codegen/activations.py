@@ -71,7 +71,7 @@ def _emit_quantise_vectors(e: Emitter, x0: Any, codes0: Any, first: Any, n: int)
 
 
 def emit_exp(e: Emitter, x: Any) -> Any:
-    """Emit `sampling.numeric.emit_exp` for 16 numbers at a time, with the same bits."""
+    """Emit `sampling.numeric.exp` for 16 numbers at a time, with the same bits."""
     b = e.b
 
     def constant(value: Any) -> Any:
