@@ -135,10 +135,12 @@ def bind(
     progress: Progress,
     modules: bool = False,
     compiling: Callable[[background_compiler.BackgroundCompiler], None] = lambda _: None,
+    check: Callable[[Any, str], None] = lambda *_: None,
 ) -> BoundModel:
     """Load a model, bind it and measure it, in the thread that is to run it. `modules`: its runner is to have transformers' modules.
 
     `compiling` is given what compiles beside, if anything does: once somebody closes that, loading ends at the next `progress` that raises.
+    `check` is given the model's tokenizer and name before its weights are packed, and raises what the caller wants to end loading with.
     Raises what `models.loader.load_model` and the device's runner raise (see `errors`).
     """
 
@@ -154,7 +156,7 @@ def bind(
         try:
             if code is not None:
                 compiling(code)
-            return _bind(_Start(model, tokenizer, config, device, progress, code), modules)
+            return _bind(_Start(model, tokenizer, config, device, progress, code, check), modules)
         except BaseException:
             if code is not None:
                 code.close()
@@ -172,6 +174,7 @@ class _Start:
     progress: Progress
     code: background_compiler.BackgroundCompiler | None
     """Compiles beside the start; None if that is not needed or not possible."""
+    check: Callable[[Any, str], None]
 
     def wait_for_code(self, *stages: str) -> None:
         """Wait until these stages of `background_compiler` have been compiled."""
@@ -259,6 +262,7 @@ def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]
         return None
     if not weight_map.suits_length(longest):
         return None
+    start.check(opened.tokenizer, opened.name)
     check_memory(count_packed_bytes(source, plain=False), "cpu", opened.name)
 
     def make_model() -> PreTrainedModel:
@@ -294,6 +298,7 @@ def _load(start: _Start) -> tuple[Runner, _ModelInfo]:
     else:
         moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
+    start.check(loaded.tokenizer, loaded.name)
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
     info = _ModelInfo(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained, loaded.model.config.model_type)
     with silence_transformers():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them

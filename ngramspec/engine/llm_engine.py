@@ -40,7 +40,7 @@ from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.open_datastores import Store, check_store, name_datastores, open_store
-from ngramspec.tokenizer.encode import Prompt, check_unicode
+from ngramspec.tokenizer.encode import Encoding, Prompt, check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,9 +113,12 @@ class Engine(GenerationMethods):
                 thread.end_loading = code.close
                 thread.check_open()
 
-            bound = assembly.bind(model, tokenizer, config, device, report, bool(drafters or alone), end_with_caller)
-            for store in stores.values():
-                check_store(store, bound.encoding, bound.name)
+            def check_stores(tokenizer: Any, name: str) -> None:
+                encoding = Encoding(tokenizer, 0)
+                for store in stores.values():
+                    check_store(store, encoding, name)
+
+            bound = assembly.bind(model, tokenizer, config, device, report, bool(drafters or alone), end_with_caller, check_stores)
             drafts = assembly.speculator(config, bound.runner, bound.cost, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
             if bound.code is not None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import tiny_gguf
+import tiny_store
 
+from ngramspec.datastore import TokenizerMismatchError
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 _COMPLETE = """
@@ -89,3 +92,14 @@ def test_a_deferred_tokenizer_is_that_of_transformers(path: Path) -> None:
     assert len(deferred) == len(whole)
     with pytest.raises(AttributeError):
         _ = deferred.no_such_thing
+
+
+def test_a_store_of_another_tokenizer_is_refused_before_weights_are_packed(path: Path, tmp_path: Path) -> None:
+    tiny_store.write_store(tmp_path / "store", [[[1, 2, 3, 4]]], 64)
+    with Engine(str(path)):
+        pass  # from now on what was kept of this start is enough
+    for options in ({}, {"quantize": "q8_0"}):
+        stages: list[str] = []
+        with pytest.raises(TokenizerMismatchError):
+            Engine(str(path), datastore=tmp_path / "store", progress=stages.append, **options)
+        assert not [stage for stage in stages if stage.startswith("packing")]
