@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ class MatrixName(NamedTuple):
     """The first row that belongs to the matrix, a multiple of WIDTH."""
     end: int = 0
     """The row after the last one; 0: all rows belong to it."""
+
+
+NameModule: TypeAlias = Callable[[str], MatrixName]  # of the module at a path
 
 
 @dataclass(frozen=True, slots=True)

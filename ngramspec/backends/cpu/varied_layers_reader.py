@@ -5,7 +5,7 @@ The module knows names and attributes of transformers' decoder layers; what they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu import fused_ops
 from ngramspec.backends.cpu.experts_modules import PackedExperts
 from ngramspec.backends.cpu.formats import DEPTH
-from ngramspec.backends.cpu.layer_weight_map import EndNames, ExpertsMap, InputNames, LayerWeightMap, MatrixName
+from ngramspec.backends.cpu.layer_weight_map import EndNames, ExpertsMap, InputNames, LayerWeightMap, NameModule
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, SharedLinear
 from ngramspec.backends.cpu.llama_layers import LayerHeads
 from ngramspec.backends.cpu.weight_map import Rotary
@@ -27,7 +27,6 @@ _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 _EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
 _PARAMETERS = {"router.scale", "router.per_expert_scale"}  # of a layer that are not in modules replaced by ours
-_Names = Callable[[str], MatrixName]
 
 
 def has_varied_heads(layer: nn.Module) -> bool:
@@ -36,7 +35,7 @@ def has_varied_heads(layer: nn.Module) -> bool:
 
 
 def map_varied_layers(
-    model: PreTrainedModel, names: _Names, source: TensorSource, shapes: Sequence[tuple[int, int]], rotaries: Mapping[str, Rotary]
+    model: PreTrainedModel, names: NameModule, source: TensorSource, shapes: Sequence[tuple[int, int]], rotaries: Mapping[str, Rotary]
 ) -> list[LayerWeightMap | None]:
     """Return the maps of all layers, None for one of another kind. `shapes`: (n_kv_heads, head_dim) of the keys that each layer uses."""
     base: Any = model.base_model
@@ -50,7 +49,7 @@ def map_varied_layers(
     return found
 
 
-def _map_layer(layer: Any, path: str, names: _Names, source: TensorSource, heads: LayerHeads, rotary: int) -> LayerWeightMap | None:
+def _map_layer(layer: Any, path: str, names: NameModule, source: TensorSource, heads: LayerHeads, rotary: int) -> LayerWeightMap | None:
     parts, attn = dict(layer.named_children()), dict(layer.self_attn.named_children())
     projections = [f"{name}_proj" for name in "qkv"[: heads.n_projections]]
     head_norms = ["q_norm", "k_norm" if heads.owner < 0 else "q_norm"]
@@ -102,7 +101,7 @@ def _map_experts(layer: Any, path: str) -> ExpertsMap | None:
     )  # fmt: skip
 
 
-def read_inputs(model: PreTrainedModel, names: _Names) -> InputNames | None:
+def read_inputs(model: PreTrainedModel, names: NameModule) -> InputNames | None:
     """Return the names of what makes tokens' inputs to layers; None if there is nothing of the kind."""
     base: Any = model.base_model
     table, projection, norm = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"

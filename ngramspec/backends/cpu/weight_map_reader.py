@@ -7,7 +7,7 @@ compares the results with transformers'. The module knows names and attributes o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,22 +18,25 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.cpu import experts as moe
 from ngramspec.backends.cpu import fused_ops
-from ngramspec.backends.cpu.experts_map import BESIDE_EXPERTS, SHARED_EXPERTS, map_experts
 from ngramspec.backends.cpu.formats import WIDTH
 from ngramspec.backends.cpu.gated_delta import TAPS
-from ngramspec.backends.cpu.latent_map import map_latent_layer, read_latent_options
-from ngramspec.backends.cpu.layer_weight_map import ExpertsMap, LayerWeightMap, MatrixName, RecurrentNames, divide_rows
-from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, HeadGates, SharedLinear
-from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions, RecurrentOptions, ShortConvOptions
-from ngramspec.backends.cpu.mamba_map import (
+from ngramspec.backends.cpu.layer_part_maps import (
+    BESIDE_EXPERTS,
+    SHARED_EXPERTS,
     adds_plainly,
     get_score_scale,
     is_mamba,
+    map_experts,
+    map_latent_layer,
     map_mamba,
     name_mamba,
     read_beside_scales,
+    read_latent_options,
     read_mamba_options,
 )
+from ngramspec.backends.cpu.layer_weight_map import ExpertsMap, LayerWeightMap, MatrixName, NameModule, RecurrentNames, divide_rows
+from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, HeadGates, SharedLinear
+from ngramspec.backends.cpu.llama_layers import NO_ROTARY, SILU, ModelOptions, RecurrentOptions, ShortConvOptions
 from ngramspec.backends.cpu.varied_layers_reader import has_varied_heads, map_varied_layers, read_inputs
 from ngramspec.backends.cpu.weight_map import QueryScale, Rotary, WeightMap
 from ngramspec.models.gated_heads import JOINED
@@ -59,7 +62,6 @@ _SECOND_NORMS = ("post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")  # 
 _MIXER = "mixer"  # a layer's only part besides its norm
 _OUTPUTS = ("o_proj", "out_proj", "dense")  # names of attention's last matrix
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
-_Names = Callable[[str], MatrixName]  # of the module at a path
 
 
 def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequence[tuple[int, int]]) -> WeightMap | None:
@@ -239,7 +241,7 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     )  # fmt: skip
 
 
-def _map_layer(layer: nn.Module, path: str, names: _Names, layer_type: str, rotary: int, kv: int) -> LayerWeightMap | None:
+def _map_layer(layer: nn.Module, path: str, names: NameModule, layer_type: str, rotary: int, kv: int) -> LayerWeightMap | None:
     """Map the parts of a Llama-style layer at a path; None for another kind of layer.
 
     `rotary`: number of its rotary embedding; `kv`: outputs of all heads of keys.
@@ -342,7 +344,7 @@ def _read_recurrent_options(mixer: Any, repeats: int) -> RecurrentOptions | None
 
 
 def _map_recurrent_layer(
-    layer: nn.Module, path: str, names: _Names, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+    layer: nn.Module, path: str, names: NameModule, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
 ) -> LayerWeightMap | None:
     """Return the map of a layer with Gated DeltaNet in place of attention; `dense`: path of its MLP within the layer."""
     at, inside = f"{path}.linear_attn", _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
@@ -364,7 +366,7 @@ def _read_conv_options(conv: Any) -> ShortConvOptions | None:
 
 
 def _map_conv_layer(
-    layer: nn.Module, path: str, names: _Names, conv: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+    layer: nn.Module, path: str, names: NameModule, conv: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
 ) -> LayerWeightMap | None:
     """Return the map of a layer with a short convolution in place of attention; `dense`: path of its MLP within the layer."""
     options, inside = _read_conv_options(conv), [] if mixed else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
@@ -384,7 +386,7 @@ def _map_conv_layer(
 
 
 def _map_mamba_layer(
-    layer: nn.Module, path: str, names: _Names, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+    layer: nn.Module, path: str, names: NameModule, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
 ) -> LayerWeightMap | None:
     """Return the map of a layer with Mamba-2 in place of attention; `dense`: path of its MLP within the layer."""
     inside = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
@@ -397,7 +399,7 @@ def _map_mamba_layer(
     )  # fmt: skip
 
 
-def _map_mixer_layer(layer: Any, path: str, names: _Names, kv: int) -> LayerWeightMap | None:
+def _map_mixer_layer(layer: Any, path: str, names: NameModule, kv: int) -> LayerWeightMap | None:
     """Return the map of a layer of Nemotron-H: a norm, and Mamba-2, attention without rotary embedding or an MLP."""
     mixer, at = layer.mixer, f"{path}.{_MIXER}"
     if dict(layer.named_children()).keys() != {"norm", _MIXER} or not _describe_norm(layer.norm):
@@ -447,7 +449,7 @@ def _has_rotary(attn: Any) -> bool:
     return bool(getattr(attn, "use_rope", True)) and not is_global
 
 
-def _map_projections(parts: dict[str, nn.Module], path: str, names: _Names, mixed: int, kv: int) -> list[MatrixName] | None:
+def _map_projections(parts: dict[str, nn.Module], path: str, names: NameModule, mixed: int, kv: int) -> list[MatrixName] | None:
     """Map the projections of queries [mixed], keys and values [kv each] among the parts of an attention layer, and take them out.
 
     None if they are of another kind, or lie in one matrix in which they do not begin with a panel.
@@ -462,7 +464,7 @@ def _map_projections(parts: dict[str, nn.Module], path: str, names: _Names, mixe
     return divide_rows(names(f"{path}.qkv_proj"), [mixed, kv, kv])
 
 
-def _map_mlp(mlp: nn.Module, path: str, names: _Names) -> list[MatrixName] | None:
+def _map_mlp(mlp: nn.Module, path: str, names: NameModule) -> list[MatrixName] | None:
     """Map gate, up and down of an MLP; None for another kind of it, or if up does not begin with a panel of its matrix."""
     if isinstance(mlp, fused_ops.PlainMLP):
         return [names(f"{path}.{name}") for name in mlp.names]
