@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ngramspec.engine.llm_engine import Request
-from ngramspec.outputs import Delta
+from ngramspec.server.queue import Piece
 
 INTERVAL_S = 0.1  # between two looks at how far a prompt is
 
@@ -32,9 +32,7 @@ class PromptProgress:
         return {"total": self.total, "cache": self.cache, "processed": self.processed, "time_ms": round(self.time_ms, 3)}
 
 
-async def report_progress(
-    pieces: AsyncIterator[tuple[int, Delta]], requests: Sequence[Request]
-) -> AsyncIterator[PromptProgress | tuple[int, Delta]]:
+async def report_progress(pieces: AsyncIterator[Piece], requests: Sequence[Request]) -> AsyncIterator[PromptProgress | Piece]:
     """Yield reports about the first request, the last of which says that the prompt is done, and then the deltas."""
     started = time.perf_counter()
     seq = requests[0].seqs[0]

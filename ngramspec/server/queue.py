@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from fastapi import Request
 from starlette.types import Message, Receive
@@ -29,10 +29,11 @@ from ngramspec.server.stream_padding import Pacer
 
 log = logging.getLogger(__name__)
 
-Piece = tuple[int, Delta | Exception]
+Piece: TypeAlias = tuple[int, Delta]  # of a stream: the number of a prompt, and what is new of its text
+_Result: TypeAlias = tuple[int, Delta | Exception]  # of the engine: the error that ends a prompt, too
 
 
-async def _read(pieces: asyncio.Queue[Piece], n_inputs: int) -> AsyncIterator[tuple[int, Delta]]:
+async def _read(pieces: asyncio.Queue[_Result], n_inputs: int) -> AsyncIterator[Piece]:
     while n_inputs:
         index, what = await pieces.get()
         if isinstance(what, Exception):
@@ -176,7 +177,7 @@ class AdmissionQueue:
         left: dict[int, Completion] = {}
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def take(piece: Piece) -> None:
+        def take(piece: _Result) -> None:
             index, what = piece
             if ended.done():
                 return
@@ -204,7 +205,7 @@ class AdmissionQueue:
                 if ended.done() and not ended.cancelled():
                     ended.exception()  # looked at, so that asyncio does not complain of it
 
-    def stream(self, reservation: Reservation, http: Request, inputs: Sequence[EngineInput]) -> AsyncIterator[tuple[int, Delta]]:
+    def stream(self, reservation: Reservation, http: Request, inputs: Sequence[EngineInput]) -> AsyncIterator[Piece]:
         """Run, and hand out (number of the work, delta) as they come. What is wrong with the works raises here, before anything is sent.
 
         The last delta of each work carries its completion. With `pad_stream` every delta holds one token of each text, at an even rate.
@@ -213,7 +214,7 @@ class AdmissionQueue:
             pacer = Pacer(len(inputs), self._interval_s)
             self._submit(reservation, http, inputs, lambda piece: pacer.put(*piece))
             return pacer.read()
-        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        pieces: asyncio.Queue[_Result] = asyncio.Queue()
         self._submit(reservation, http, inputs, pieces.put_nowait)
         return _read(pieces, len(inputs))
 
@@ -222,7 +223,7 @@ class AdmissionQueue:
         reservation: Reservation,
         http: Request,
         inputs: Sequence[EngineInput],
-        take: Callable[[Piece], None],
+        take: Callable[[_Result], None],
         *,
         final_only: bool = False,
     ) -> None:
@@ -241,7 +242,7 @@ class AdmissionQueue:
 
             return from_engine
 
-        def receive(piece: Piece) -> None:
+        def receive(piece: _Result) -> None:
             nonlocal unfinished
             index, what = piece
             if isinstance(what, Exception):

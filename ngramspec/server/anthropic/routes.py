@@ -22,6 +22,7 @@ from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.error_responses import format_anthropic_error, rename_params
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.handler import CompletionHandler, Conversation, read_arguments
+from ngramspec.server.queue import Piece
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 
@@ -96,7 +97,7 @@ class _MessageHandler(CompletionHandler):
         head = self._begin(blocks.content) | blocks.describe_stop()
         return head | {"usage": self._describe_usage(completion)} | self.extras([completion])
 
-    async def events(self, pieces: AsyncIterator[tuple[int, Delta]], n_prompt: int) -> AsyncIterator[Event]:
+    async def events(self, pieces: AsyncIterator[Piece], n_prompt: int) -> AsyncIterator[Event]:
         """Yield what is added to which block, between the message's beginning and its end."""
         blocks = _Blocks(self._conversation)
         usage = {"input_tokens": n_prompt, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}

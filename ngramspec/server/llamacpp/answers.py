@@ -25,7 +25,7 @@ from ngramspec.server.error_responses import ClientGone
 from ngramspec.server.llamacpp.schemas import LlamaRequest
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer
 from ngramspec.server.prompt_progress import PromptProgress, report_progress
-from ngramspec.server.queue import Reservation, until_gone
+from ngramspec.server.queue import Piece, Reservation, until_gone
 from ngramspec.server.request_fields import OTHER_NAMES, SHARED
 from ngramspec.server.token_strings import finite
 
@@ -99,7 +99,7 @@ class LlamaAnswer:
 
 
 async def run_stop_rules(
-    reservation: Reservation, pieces: AsyncIterator[PromptProgress | tuple[int, Delta]], answers: list[LlamaAnswer]
+    reservation: Reservation, pieces: AsyncIterator[PromptProgress | Piece], answers: list[LlamaAnswer]
 ) -> AsyncIterator[PromptProgress | tuple[int, list[Written]]]:
     """Yield (number of the input, what is new of its text) for every delta, and reports on the prompt before.
 
@@ -117,7 +117,7 @@ async def run_stop_rules(
         yield i, written
 
 
-async def run_to_end(reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[LlamaAnswer]) -> None:
+async def run_to_end(reservation: Reservation, pieces: AsyncIterator[Piece], answers: list[LlamaAnswer]) -> None:
     async for _ in run_stop_rules(reservation, pieces, answers):
         pass
 
@@ -142,7 +142,7 @@ class AnswerFormat:
         self.engine, self.tokens, self.model = engine, tokens, model
 
     async def events(
-        self, reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]], answers: list[LlamaAnswer]
+        self, reservation: Reservation, pieces: AsyncIterator[Piece], answers: list[LlamaAnswer]
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream: what is new of each text, and at its end the rest of what `describe` says."""
         started, body = time.perf_counter(), answers[0].body

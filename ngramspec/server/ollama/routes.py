@@ -40,6 +40,7 @@ from ngramspec.server.ollama.schemas import (
     VersionResponse,
 )
 from ngramspec.server.openai.handler import CompletionHandler, Conversation, make_params, read_arguments
+from ngramspec.server.queue import Piece
 from ngramspec.server.request_fields import check_grammar, read_grammar
 from ngramspec.server.sse import GENERATES_LINES, JsonLines
 from ngramspec.server.state import ServerState, model_not_found
@@ -182,7 +183,7 @@ class _OllamaHandler(CompletionHandler):
         reason = "unload" if self._body.keep_alive in (0, "0") else "load"
         return self._head() | self._write("", []) | {"done": True, "done_reason": reason}
 
-    async def events(self, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[dict[str, Any]]:
         """Yield what each delta adds; calls when they are whole."""
         parser, n_told = self._make_parser(), 0
         async for _, delta in pieces:

@@ -23,7 +23,7 @@ from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput, encode_prediction
 from ngramspec.server.error_responses import make_field_error, require
 from ngramspec.server.middleware import ParsedBodyRoute
-from ngramspec.server.openai.handler import CompletionHandler, Conversation, Piece
+from ngramspec.server.openai.handler import CompletionHandler, Conversation
 from ngramspec.server.openai.schemas import (
     ApplyTemplateRequest,
     ApplyTemplateResponse,
@@ -35,6 +35,7 @@ from ngramspec.server.openai.schemas import (
     Part,
 )
 from ngramspec.server.prompt_progress import PromptProgress
+from ngramspec.server.queue import Piece
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 from ngramspec.server.token_strings import TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite

@@ -22,9 +22,10 @@ from ngramspec.server.engine_input import EngineInput, cut_prompt, encode_predic
 from ngramspec.server.error_responses import make_field_error
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.beams import check_beam_params, search_beams
-from ngramspec.server.openai.handler import CompletionHandler, Piece, hold_until_done, make_params
+from ngramspec.server.openai.handler import CompletionHandler, hold_until_done, make_params
 from ngramspec.server.openai.schemas import CompletionRequest, CompletionResponse, Model, ModelList
 from ngramspec.server.prompt_progress import PromptProgress
+from ngramspec.server.queue import Piece
 from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState, model_not_found

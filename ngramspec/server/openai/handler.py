@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from fastapi.responses import JSONResponse
 
@@ -31,12 +31,11 @@ from ngramspec.server.engine_input import ALL, EngineInput, check_token_ids, cut
 from ngramspec.server.error_responses import make_bad_request, make_context_error, make_field_error
 from ngramspec.server.openai.schemas import OpenAIRequest, ServerFields
 from ngramspec.server.prompt_progress import PromptProgress, report_progress
-from ngramspec.server.queue import Reservation
+from ngramspec.server.queue import Piece, Reservation
 from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.state import ServerState, model_not_found
 
 TEMPERATURE = 1.0  # OpenAI's default
-Piece: TypeAlias = tuple[int, Delta]  # of a stream: the number of a prompt, and what is new of its text
 
 
 class CompletionHandler:
@@ -104,7 +103,7 @@ class CompletionHandler:
             return {}
         return {"timings": response_stats.timings(requests[0].completion, time.perf_counter() - self._started)}
 
-    def follow(self, reservation: Reservation, pieces: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[PromptProgress | Piece]:
+    def follow(self, reservation: Reservation, pieces: AsyncIterator[Piece]) -> AsyncIterator[PromptProgress | Piece]:
         """Return a stream with reports on its prompt, where they were asked for."""
         return report_progress(pieces, reservation.requests) if self.progress else pieces
 

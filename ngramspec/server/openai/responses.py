@@ -23,11 +23,12 @@ from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.error_responses import ApiError, make_field_error
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.chat import describe_logprobs
-from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation, Piece
+from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation
 from ngramspec.server.openai.response_store import ResponseStore
 from ngramspec.server.openai.responses_schemas import DeletedResponse, Response, ResponseInputTokens, ResponsesRequest, in_its_words
 from ngramspec.server.openai.stored_items import begin_item, end_item, extend_item, list_input_items, replay_response
 from ngramspec.server.prompt_progress import PromptProgress
+from ngramspec.server.queue import Piece
 from ngramspec.server.sse import GENERATES, EventStream, format_events
 from ngramspec.server.state import ServerState
 from ngramspec.server.token_strings import TokenTexts
