@@ -108,8 +108,10 @@ class Scheduler:
                     break
             if seq.slot >= 0:
                 work.append(ScheduledRows(seq, 1, samples=True))
-        left = (self.max_rows if cost is None or not work else min(self.max_rows, _limit_rows(cost, work))) - len(work)
         prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
+        if not (prompts or self.waiting):
+            return work, [], preempted
+        left = (self.max_rows if cost is None or not work else min(self.max_rows, _limit_rows(cost, work))) - len(work)
         admitted = self._admit_waiting(prefixes) if left > 0 and not preempted and (self.admits or not self.running) else []
         return work + _share_rows([*prompts, *admitted], left), admitted, preempted
 

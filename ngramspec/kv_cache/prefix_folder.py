@@ -267,15 +267,16 @@ class PrefixStore:
         """A request has been worked on: writing waits."""
         self._worked_s = time.monotonic()
 
-    def save_some(self, most: int = BLOCKS_AT_ONCE) -> None:
-        """Hand up to `most` blocks to the writer, those of the latest request first."""
-        while self._chains and most:
+    def save_some(self) -> None:
+        """Give some blocks to the writer, those of the latest request first."""
+        left = BLOCKS_AT_ONCE
+        while self._chains and left:
             chain = self._chains[-1]
-            while chain and most:
+            while chain and left:
                 digest, name = chain.pop(0)
                 if name not in self.folder.known and (body := self._read_from_pool(digest, name)) is not None:
                     self.folder.write(name, body)
-                    most -= 1
+                    left -= 1
             if not chain:
                 self._chains.pop()
 
