@@ -76,7 +76,7 @@ def _add_pass(given: dict[str, AttentionPass | None], module: torch.nn.Module, a
 HARMLESS = frozenset(
     [
         *("position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-        *("cache_position", "is_causal", "layer_idx"),
+        *("cache_position", "dropout", "is_causal", "layer_idx"),
     ]
 )
 
@@ -88,7 +88,6 @@ def forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,

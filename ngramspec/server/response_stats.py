@@ -86,15 +86,15 @@ def timings(completion: Completion, elapsed_s: float | None = None) -> dict[str,
 
 def request_times(completion: Completion) -> dict[str, float]:
     """Return vLLM's times of a request with one choice, in milliseconds, and its tokens per second."""
-    later, whole_s = completion.stats.tokens - 1, max(completion.duration_s - completion.queued_s, 0.0)
+    n_tokens, whole_s = completion.stats.tokens, max(completion.duration_s - completion.queued_s, 0.0)
     writing_s = max(completion.duration_s - completion.ttft_s, 0.0)
     found = {
         "time_to_first_token_ms": completion.ttft_s * 1e3,
         "generation_time_ms": writing_s * 1e3,
         "queue_time_ms": completion.queued_s * 1e3,
-        "tokens_per_second": completion.stats.tokens / whole_s if whole_s else 0.0,
+        "tokens_per_second": n_tokens / whole_s if whole_s else 0.0,
     }
-    return found | ({"mean_itl_ms": writing_s * 1e3 / later} if later > 0 else {})
+    return found | ({"mean_itl_ms": writing_s * 1e3 / (n_tokens - 1)} if n_tokens > 1 else {})
 
 
 def prompt_timings(cached: int, processed: int, seconds: float) -> dict[str, float]:
