@@ -235,9 +235,19 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, gone)
 
 
+# What clients ask other servers for: the ends of paths, and what to tell.
+_ABSENT = (
+    (re.compile(r"/(embed|embeddings?)$"), "this server completes text; it has no embeddings"),
+    (re.compile(r"/(rerank|reranking|score|classify|pooling)$"), "this server completes text; it ranks and classifies none"),
+    (re.compile(r"/api/(pull|push|create|copy|delete)$"), "this server serves the model that it was started with, and no other"),
+)
+
+
 def translate_http_error(error: HTTPException, request: Request) -> ApiError:
     """Return Starlette's own refusals as ours: no such route, another method."""
     status, headers = error.status_code, dict(error.headers or {})
+    if status == 404 and (told := next((text for path, text in _ABSENT if path.search(request.url.path)), None)):
+        return ApiError(400, told, code="not_supported", headers=headers)
     if status == 405:
         headers["Allow"] = _list_allowed_methods(request)
     messages = {

@@ -48,4 +48,4 @@ class ServerState:
 
 def model_not_found(asked: str, names: Sequence[str]) -> ApiError:
     served = ", ".join(map(repr, names))
-    return ApiError(404, f"the model {asked[:200]!r} is not here; {served} is", param="model", code="model_not_found")
+    return ApiError(404, f"the model {asked[:200]!r} is not here; accepted: {served}", param="model", code="model_not_found")

@@ -54,8 +54,6 @@ ROUTES: dict[tuple[str, str], tuple[str, str, Any, int]] = {
     ("POST", "/api/show"): (KEY, "/api/show", {}, 400),
     ("POST", "/api/chat"): (KEY, "/api/chat", {}, 400),
     ("POST", "/api/generate"): (KEY, "/api/generate", {}, 400),
-    ("POST", "/api/embed"): (KEY, "/api/embed", {}, 400),
-    ("POST", "/api/embeddings"): (KEY, "/api/embeddings", {}, 400),
     ("GET", "/version"): (KEY, "/version", None, 200),
     ("GET", "/tokenizer_info"): (KEY, "/tokenizer_info", None, 200),
     ("GET", "/load"): (ADMIN, "/load", None, 200),

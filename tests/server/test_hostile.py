@@ -26,7 +26,7 @@ from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.admin import Folder
 from ngramspec.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from ngramspec.server.llamacpp.schemas import InfillBody, LlamaCompletionBody
-from ngramspec.server.ollama.schemas import EmbedRequest, GenerateRequest, OllamaChatRequest, ShowRequest
+from ngramspec.server.ollama.schemas import GenerateRequest, OllamaChatRequest, ShowRequest
 from ngramspec.server.openai.responses_schemas import ResponsesRequest
 from ngramspec.server.openai.schemas import ApplyTemplateRequest, ChatRequest, CompletionRequest
 from ngramspec.server.settings import Limits, ServerSettings
@@ -45,7 +45,6 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/api/chat": (OllamaChatRequest, {"model": "a", "messages": MESSAGES, "options": {"num_predict": 2}}),
     "/api/generate": (GenerateRequest, {"model": "a", "prompt": "ab", "options": {"num_predict": 2}}),
     "/api/show": (ShowRequest, {"model": "a"}),
-    "/api/embed": (EmbedRequest, {"model": "a"}),
     "/apply-template": (ApplyTemplateRequest, {"messages": MESSAGES}),
     "/v1/chat/completions/input_tokens": (ApplyTemplateRequest, {"messages": MESSAGES}),
     "/completion": (LlamaCompletionBody, {"prompt": "ab", "n_predict": 2}),

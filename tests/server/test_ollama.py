@@ -120,10 +120,21 @@ def test_what_clients_ask_of_models(client: httpx.Client, server: Server) -> Non
             "general.basename": name,
             "llama.context_length": server.engine.max_model_len,
         }
-    for path in ("/api/embed", "/api/embeddings"):
-        refused = client.post(path, json={"model": name, "input": ["a"]})
+
+
+def test_what_other_servers_do_is_refused_with_a_reason(client: httpx.Client) -> None:
+    for method, path, reason in (
+        ("POST", "/api/embed", "embeddings"),
+        ("POST", "/v1/embeddings", "embeddings"),
+        ("POST", "/embedding", "embeddings"),
+        ("POST", "/v1/rerank", "ranks"),
+        ("POST", "/api/pull", "started with"),
+        ("DELETE", "/api/delete", "started with"),
+    ):
+        refused = client.request(method, path, json={"model": "a", "input": ["a"]})
+        error = refused.json()["error"]
         assert refused.status_code == 400
-        assert "embeddings" in refused.json()["error"]
+        assert reason in (error if path.startswith("/api/") else error["message"])
 
 
 def test_calls_are_told_of_when_they_are_whole(calling: httpx.Client) -> None:

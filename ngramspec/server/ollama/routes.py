@@ -24,10 +24,9 @@ from ngramspec.prompts.tool_calls.tool_prompt import SYSTEM, USER, Call, Turn
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput
-from ngramspec.server.error_responses import ApiError, make_field_error, rename_params, require
+from ngramspec.server.error_responses import make_field_error, rename_params, require
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.ollama.schemas import (
-    EmbedRequest,
     GenerateRequest,
     GenerateResponse,
     OllamaChatRequest,
@@ -68,12 +67,6 @@ def make_router(state: ServerState) -> APIRouter:
         with _rename_params():
             body.check()
             return await _answer(state, _GenerateHandler(state, prompts, body, identity), http, identity)
-
-    @routes.post("/embed")
-    @routes.post("/embeddings")  # its older name
-    async def embed(body: EmbedRequest, identity: Who) -> TagsResponse:
-        """Refuse: the model completes text."""
-        raise ApiError(400, "this server completes text; it has no embeddings", code="not_supported")
 
     @routes.get("/tags")
     async def list_models(identity: Who) -> TagsResponse:

@@ -185,18 +185,6 @@ class ShowRequest(StrictModel):
     """`model` by its older name."""
 
 
-class EmbedRequest(StrictModel):
-    """What Ollama takes, of which nothing is done."""
-
-    model: str
-    input: str | Items[str] | None = None
-    prompt: str | None = None
-    truncate: bool | None = None
-    dimensions: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
-    keep_alive: KeepAlive | None = None
-    options: dict[str, Any] | None = None
-
-
 # ------------------------------------------------------------------ answers
 
 
