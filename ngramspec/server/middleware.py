@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -39,6 +40,7 @@ _UNREAD = 8  # times the limit: this much of a body that is too long is read and
 LINGER_S = 3  # seconds that a connection which will be closed stays open for a client that still sends
 _CONTAINERS = 1 << 16  # lists and objects of a body; checking the 700,000 that fit into one would stall all requests for seconds
 _NAMED = 8  # fields that are unknown and that one header names
+_LOGGED_PATH = 100  # characters of the path of no route that the log shows
 _LOGGED = 1024  # unknown fields of a route that the log names, each once
 _JSON = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
@@ -117,8 +119,10 @@ class RequestMiddleware:
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
             caller = inner["state"].get("caller", "")
+            unknown = {"path": quote(scope["path"])[:_LOGGED_PATH]} if route == "-" else {}  # what a wrong base URL has asked for
             logs.log_request(
                 {"event": "request", "id": name, "method": scope["method"], "route": route, "status": status}
+                | unknown
                 | {"duration_ms": took, "key": caller}
                 | facts
             )

@@ -257,13 +257,15 @@ def test_the_log_tells_what_happened_and_not_what_was_said(client: httpx.Client,
     with caplog.at_level(logging.INFO, "ngramspec.access"):
         post(client, json.dumps({"prompt": "secret words", "max_tokens": 3, "ignore_eos": True}).encode(), **{"x-request-id": "r1"})
         client.get("/v1/models/secret-path", headers={"authorization": "Bearer secret-key", "x-request-id": "r2"})
+        client.get("/v2/mo%20dels%0A?key=secret", headers={"x-request-id": "r3"})
         client.get("/health")  # what is answered after the others is logged after them
     lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
-    first, second = (next(line for line in lines if line.get("id") == name) for name in ("r1", "r2"))
+    first, second, third = (next(line for line in lines if line.get("id") == name) for name in ("r1", "r2", "r3"))
     assert {"method": "POST", "route": "/v1/completions", "status": 200, "completion_tokens": 3}.items() <= first.items()
     assert first["prompt_tokens"] == 12
     assert first["duration_ms"] >= first["ttft_ms"] >= 0
     assert second["status"] == 404
+    assert (third["route"], third["path"]) == ("-", "/v2/mo%20dels%0A"), "what a wrong base URL asks for"
     assert "secret" not in json.dumps(lines)
     assert all("secret" not in record.getMessage() for record in caplog.records)
 
