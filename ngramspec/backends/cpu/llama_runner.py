@@ -180,6 +180,7 @@ class LlamaRunner(Runner):
     decoder: LlamaDecoder | None
     weight_map: WeightMap | None
     """What the model is made of, if it is computed in one call."""
+    n_layers: int
     device, dtype = "cpu", "float32"
     _n_best = 1
     _native: NativeLlamaForward | None = None
@@ -195,7 +196,7 @@ class LlamaRunner(Runner):
         """
         self.max_rows, self._keep_states, self._make_model = options.max_rows, False, make_model
         self.precision, self.kv_dtype = resolve_precision(options.precision, options.kv_dtype, is_quantised(source))
-        self.weight_map, self.shapes = weight_map, weight_map.kv_shapes()
+        self.weight_map, self.shapes, self.n_layers = weight_map, weight_map.kv_shapes(), len(weight_map.layers)
         options.progress("packing weights")
         try:
             context = MatmulContext(self.precision == "int8", folder=options.code)
@@ -243,10 +244,6 @@ class LlamaRunner(Runner):
         except BaseException:
             self.pool.forget_copies()
             raise
-
-    @property
-    def n_layers(self) -> int:
-        return len(self.weight_map.layers) if self.weight_map is not None else len(self.shapes)
 
     def _run_layers(self, batch: Batch, first: int, n_layers: int) -> HostOutput:
         """Run a pass through some layers, between embedding and head."""

@@ -128,6 +128,7 @@ class CpuRunner(LlamaRunner):
         state_shape = self.weight_map.state_shape if self.weight_map else None
         value_dim = self.weight_map.value_dim if self.weight_map else 0
         self._kv_layers = find_key_layers(model)
+        self.n_layers = len(self._kv_layers)
         if not has_recurrent_layers(model):
             self.shapes = [shape for i, shape in enumerate(self.shapes) if self._kv_layers.index(self._kv_layers[i]) == i]
         self.pool = make_pool(self.shapes, self.kv_dtype, options, state_shape, value_dim)
@@ -198,10 +199,6 @@ class CpuRunner(LlamaRunner):
                     f"{type(self.model).__name__}: logits differ from transformers' own by {found:.2g} of their size, at positions "
                     f"{text.start} to {text.start + len(text.ids) - 1} in layers {', '.join(map(str, wanted.layers))}"
                 )
-
-    @property
-    def n_layers(self) -> int:
-        return len(self._kv_layers)
 
     def self_test(self) -> bool:
         return Runner.self_test(self)
