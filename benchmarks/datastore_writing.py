@@ -35,8 +35,9 @@ from tokenizers import Tokenizer
 from benchmarks import common
 from benchmarks.common import say
 from ngramspec.datastore import Datastore, corpus, segment_writer
-from ngramspec.datastore.build import BATCH_CHARS, build
+from ngramspec.datastore.build import BATCH_CHARS, build, read_corpus
 from ngramspec.datastore.format import compute_suffix_width, get_separator
+from ngramspec.datastore.recorder import Recorder
 from ngramspec.datastore.suffix_array import sort_suffixes
 from ngramspec.datastore.tokens import Encoder
 from ngramspec.datastore.update import update
@@ -72,7 +73,7 @@ def run_build(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(args.model).backend_tokenizer
     with tempfile.TemporaryDirectory() as folder:
         n_files = write_corpus(Path(folder) / "corpus", args.paths, megabytes=args.megabytes)
-        documents = list(corpus.walk_corpus(corpus.resolve_sources([Path(folder) / "corpus"]), PYTHON, corpus.Skipped()))
+        documents = read_python([Path(folder) / "corpus"])
         mb = sum(document.size for document in documents) / 1e6
         encoder = Encoder(tokenizer, args.model)
         tokens = np.concatenate(
@@ -178,9 +179,15 @@ def run_crash(args: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
+def read_python(paths: list[Path]) -> list[corpus.Document]:
+    """Return the documents that a build would take from these folders."""
+    recorder = Recorder()
+    return list(read_corpus(corpus.find_files(corpus.resolve_sources(paths), PYTHON, recorder.skipped), PYTHON, recorder))
+
+
 def write_corpus(home: Path, paths: list[Path], *, megabytes: int | None = None, files: int | None = None) -> int:
     """Copy documents into a folder: evenly spaced ones until they have these megabytes, or the smallest ones -> how many."""
-    found = list(corpus.walk_corpus(corpus.resolve_sources(paths), PYTHON, corpus.Skipped()))
+    found = read_python(paths)
     if files is not None:
         chosen = sorted(found, key=lambda document: len(document.text))[:files]
     else:

@@ -72,7 +72,7 @@ def build(
         encoder = Encoder(tokenizer, name)
         settings = make_settings(encoder.vocab_size, encoder.fingerprint, router, vectors, max_memory)
         hashes = ContentHashes()
-        documents = drop_duplicates(read_files(new.found, new.options, recorder, hashes), recorder)
+        documents = read_corpus(new.found, new.options, recorder, hashes)
         entries = write_segments(documents, encoder, new.lock.folder, settings, jobs, recorder)
         if contents and hashes.compute_digest() != contents:
             raise ContentsChangedError(f"{', '.join(source.path for source in new.sources)}: files were changed while they were read")
@@ -142,6 +142,13 @@ def _embed_segment(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
     from .similar_files import embed_segment  # here: what writes no segment need not wait for the compiler's import
 
     return embed_segment(tokens, starts)
+
+
+def read_corpus(
+    found: Sequence[FoundFile], options: CorpusOptions, recorder: Recorder, hashes: ContentHashes | None = None
+) -> Iterator[Document]:
+    """Yield the documents of a corpus's files, each text once."""
+    return drop_duplicates(read_files(found, options, recorder, hashes), recorder)
 
 
 def read_files(

@@ -146,18 +146,6 @@ def resolve_sources(paths: Iterable[str | os.PathLike[str]]) -> list[CorpusSourc
     return list(found.values())
 
 
-def walk_corpus(sources: Iterable[CorpusSource], options: CorpusOptions, skipped: Skipped) -> Iterator[Document]:
-    """Yield every document of a corpus once, in the order of the paths."""
-    seen: set[bytes] = set()
-    for file in find_files(sources, options, skipped):
-        for document in read_documents(file, options, skipped):
-            if document.hash in seen:
-                skipped.add(file_filters.DUPLICATE)
-            else:
-                seen.add(document.hash)
-                yield document
-
-
 def find_files(sources: Iterable[CorpusSource], options: CorpusOptions, skipped: Skipped, omit: str | None = None) -> list[FoundFile]:
     """Return the files of all sources, sorted by path within each, none twice. `omit`: a folder that is not entered (the store itself)."""
     rules = _NameRules(options)

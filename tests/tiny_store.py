@@ -1,4 +1,4 @@
-"""Small datastores made of lists of token ids, for the tests of ngramspec.datastore. Knows the writer's side of format.py only."""
+"""Small datastores made of lists of token ids, by the writer's side of format.py, and what a build reads: for tests of datastores."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ngramspec.datastore.build import read_corpus
+from ngramspec.datastore.corpus import CorpusOptions, Document, Skipped, find_files, resolve_sources
 from ngramspec.datastore.format import DOC_DTYPE, SegmentEntry, choose_token_dtype, compute_suffix_width, get_separator, write_segment
 from ngramspec.datastore.manifest import Manifest, write_manifest, write_tokenizer, write_vocabulary
+from ngramspec.datastore.recorder import Recorder
 from ngramspec.datastore.suffix_array import sort_suffixes
 
 TOKENIZER = b"a tokenizer"
@@ -56,3 +60,10 @@ def write_store(
     manifest = Manifest(generation, "tiny", FINGERPRINT, vocab_size, vocabulary, tokenizer, entries, [{"path": "corpus"}], {"jobs": 2})
     write_manifest(folder, manifest)
     return manifest
+
+
+def read_documents(*paths: str | Path, **options: Any) -> tuple[list[Document], Skipped]:
+    """Return the documents that a build would take from a corpus, and what it would leave out."""
+    recorder, chosen = Recorder(), CorpusOptions(**options)
+    found = find_files(resolve_sources(paths), chosen, recorder.skipped)
+    return list(read_corpus(found, chosen, recorder)), recorder.skipped

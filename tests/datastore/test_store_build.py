@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import tiny_store
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -152,8 +153,7 @@ def test_documents_become_the_same_segment_everywhere(corpus: Path, tmp_path: Pa
     """The one step of the local and the distributed build; the encoder travels to other processes."""
     encoder = pickle.loads(pickle.dumps(Encoder(backend, "bytes")))
     settings = segment_writer.SegmentSettings(encoder.vocab_size, encoder.fingerprint)
-    options = CorpusOptions()
-    documents = list(building.corpus.walk_corpus(building.corpus.resolve_sources([corpus]), options, building.corpus.Skipped()))
+    documents, _ = tiny_store.read_documents(corpus)
     entry = segment_writer.build_segment(tmp_path, documents, encoder, settings)
     assert entry is not None
     build([corpus], tmp_path / "store", backend, "bytes")

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -39,8 +40,7 @@ def write(root: Path, files: dict[str, str | bytes]) -> Path:
 
 def walk(*paths: Path, **options: Any) -> tuple[dict[str, str], Skipped]:
     """Texts by their path within the first source, and what was left out."""
-    skipped = Skipped()
-    documents = list(corpus.walk_corpus(corpus.resolve_sources(paths), CorpusOptions(**options), skipped))
+    documents, skipped = tiny_store.read_documents(*paths, **options)
     texts = {document.path.removeprefix(f"{paths[0]}/"): document.text for document in documents}
     assert len(texts) == len(documents)
     return texts, skipped
@@ -280,7 +280,7 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def paths(*given: str) -> set[str]:
-        return {document.path for document in corpus.walk_corpus(corpus.resolve_sources(given), CorpusOptions(), Skipped())}
+        return {document.path for document in tiny_store.read_documents(*given)[0]}
 
     assert paths("a") == {"a/x.py"}
     assert paths("a/") == {"a/x.py"}

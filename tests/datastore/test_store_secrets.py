@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_store
 
-from ngramspec.datastore import CorpusOptions, corpus, file_filters, secret_scan
+from ngramspec.datastore import file_filters, secret_scan
 from ngramspec.datastore.build import build
 from ngramspec.datastore.corpus import Skipped
 
@@ -101,8 +102,8 @@ NO_SECRETS = {
 
 
 def left_out(root: Path) -> tuple[set[str], Skipped]:
-    skipped = Skipped()
-    texts = {Path(document.path).name for document in corpus.walk_corpus(corpus.resolve_sources([root]), CorpusOptions(), skipped)}
+    documents, skipped = tiny_store.read_documents(root)
+    texts = {Path(document.path).name for document in documents}
     return {path.name for path in root.iterdir()} - texts, skipped
 
 

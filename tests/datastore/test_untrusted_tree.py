@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_store
 
 from ngramspec.datastore import Datastore, corpus, file_filters, workspace
 from ngramspec.datastore.build import build
@@ -236,8 +237,8 @@ def test_nothing_of_a_tree_is_run_when_a_server_is_started_in_it(
 
 
 def documents(root: Path, **options: Any) -> tuple[set[str], Skipped]:
-    skipped = Skipped()
-    return {each.text for each in corpus.walk_corpus(corpus.resolve_sources([root]), CorpusOptions(**options), skipped)}, skipped
+    found, skipped = tiny_store.read_documents(root, **options)
+    return {each.text for each in found}, skipped
 
 
 @needs_git
