@@ -14,17 +14,20 @@ from benchmarks.in_turns import InTurns
 def test_who_has_made_the_fewest_tokens_is_next_and_the_others_clocks_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(in_turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    turns, lock, order = InTurns(["slow", "fast"], turn_s=0.02), threading.Lock(), list[str]()
+    turns, lock, between, order = InTurns(["slow", "fast"], turn_s=0.02), threading.Lock(), threading.Lock(), list[str]()
     ended: dict[str, float] = {}
 
     def run(name: str, step_s: float, n_tokens: int) -> None:
         for _ in range(0, 24, n_tokens):
             with turns.step(name):
                 assert lock.acquire(blocking=False), "two at a time"
-                now[0] += step_s
+                with between:
+                    now[0] += step_s
                 turns.made(name, n_tokens)
                 order.append(name)
                 lock.release()
+            with between:  # two steps, which is somebody's time, too
+                now[0] += 0.001
         turns.leave(name)
         ended[name] = turns.clock(name)
 

@@ -182,7 +182,9 @@ def test_version_and_help() -> None:
     command = [sys.executable, "-m", "ngramspec"]
     assert subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout == f"ngramspec {__version__}\n"
     command[1:1] = ["-X", "importtime"]
+    before = os.times()
     told = subprocess.run([*command, "complete", "--help"], capture_output=True, text=True, check=True)
+    assert os.times().children_user - before.children_user < 5
     assert "--show-drafts" in told.stdout
     imported = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
     assert "ngramspec" in imported

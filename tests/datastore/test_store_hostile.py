@@ -76,7 +76,7 @@ def segment_file(folder: Path) -> Path:
     return path
 
 
-def use(datastore: Datastore, everything: bool = True, limit_s: float = 60) -> None:
+def use(datastore: Datastore, everything: bool = True, limit_s: float = 5) -> None:
     """Everything that reads a body. Drafts must be well-formed whatever the body holds."""
     snapshot = datastore.snapshot
     matcher = Matcher([snapshot], 4, occurrences=16)
@@ -86,7 +86,7 @@ def use(datastore: Datastore, everything: bool = True, limit_s: float = 60) -> N
         newest = text[max(at - 64, 0) : at][::-1].astype(np.int64)
         contexts[b, : len(newest)] = np.minimum(newest, VOCAB - 1)
     slots = np.arange(4, dtype=np.int32)
-    started = time.monotonic()
+    started = time.process_time()
     for fresh in (-1, 0, 1):
         trees = matcher.propose(slots, contexts, np.full(4, fresh, np.int32))
         parents = trees.parents - np.concatenate([np.arange(n) for n in np.diff(trees.start)])
@@ -96,7 +96,7 @@ def use(datastore: Datastore, everything: bool = True, limit_s: float = 60) -> N
         assert ((trees.parents >= -1) & (parents < 0)).all()
         assert ((trees.counts >= 1) & (trees.counts <= 16)).all()
         assert ((trees.place >> 40 == 0) & (trees.place < len(text))).all()
-    assert time.monotonic() - started < limit_s
+    assert time.process_time() - started < limit_s
     if everything:
         with contextlib.suppress(DatastoreError):
             for place in trees.place[:5].tolist():

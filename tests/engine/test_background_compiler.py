@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny_gguf
 import tiny_store
+from fair_time import wait_until
 
 from ngramspec import SamplingParams
 from ngramspec.backends.cpu import tiny_pass
@@ -103,10 +104,11 @@ threading.Thread(target=interrupt, daemon=True).start()
 try:
     Engine(sys.argv[1])
 except KeyboardInterrupt:
-    at = time.monotonic()
+    n_looks = 0
     while any(each.poll() is None for each in Child.made):
         time.sleep(0.05)
-    print("\\n", time.monotonic() - at, flush=True)
+        n_looks += 1
+    print("\\n", 0.05 * n_looks, flush=True)
     os._exit(0)
 """
 
@@ -128,7 +130,7 @@ def complete(path: Path, cache: Path) -> tuple[list[str], list[str]]:
 def test_an_interrupt_ends_the_compilers_at_once(path: Path, tmp_path: Path) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "NGRAMSPEC_CACHE": str(tmp_path / "ngramspec")}
     run = subprocess.run([sys.executable, "-c", _INTERRUPTED, str(path)], capture_output=True, check=True, env=environment)
-    assert float(run.stdout.split()[-1]) < 10  # compiling takes minutes
+    assert float(run.stdout.split()[-1]) < 2
 
 
 def test_a_start_calls_nothing_but_what_is_compiled_ahead(path: Path) -> None:
@@ -204,7 +206,8 @@ def test_what_waits_for_sampling_can_be_cancelled(path: Path) -> None:
         assert engine.status().waiting == 100
         for request in requests[1:]:
             request.cancel()
-            assert [choice.finish_reason for choice in request.result(60).choices] == ["cancelled"] * 2
+            wait_until(lambda each=request: each.done, 10)
+            assert [choice.finish_reason for choice in request.result().choices] == ["cancelled"] * 2
         assert engine.status().waiting == 2
     with pytest.raises(EngineClosedError):
         requests[0].result()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from fair_time import wait_until
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError
@@ -114,9 +115,7 @@ def test_a_short_prompt_is_kept_once_it_was_asked_for_twice(tmp_path: Path) -> N
 def test_files_are_written_while_the_engine_is_idle(tmp_path: Path) -> None:
     with build(tmp_path) as engine:
         engine.complete(LONG, PARAMS)
-        deadline = time.monotonic() + 60
-        while len(list_files(tmp_path)) < (len(LONG) + 11) // BLOCK and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: len(list_files(tmp_path)) >= (len(LONG) + 11) // BLOCK, 30)
         assert len(list_files(tmp_path)) == (len(LONG) + 11) // BLOCK
         assert all(path.stat().st_mode & 0o077 == 0 for path in list_files(tmp_path))
 

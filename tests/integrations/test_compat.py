@@ -1,6 +1,7 @@
 """What the guests of all hosts share at their border."""
 
 import logging
+import threading
 import time
 
 from ngramspec.integrations import compat
@@ -17,4 +18,5 @@ def test_who_waits_for_a_compiler_is_told(monkeypatch, caplog):
         monkeypatch.setattr(compat, "warmup", warm_up)
         with caplog.at_level(logging.WARNING):
             compat.compile_drafting()
+        assert not any(isinstance(each, threading.Timer) and not each.finished.is_set() for each in threading.enumerate())
         assert len([record for record in caplog.records if "compiles what drafts need" in record.message]) == told

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fair_time import count_seconds, wait_until
 from scripted import Gate, reciting_engine, tokenizer_with
 from tiny_server import Server
 
@@ -106,13 +107,6 @@ def held(start_server: Callable[..., Server]) -> Any:
         gate.open()
 
 
-def until(what: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return what()
-
-
 ASK = {"prompt": "one", "max_tokens": 5, "temperature": 0}
 
 
@@ -143,9 +137,9 @@ def test_a_client_that_is_gone_is_noticed(held: tuple[Server, Gate], stream: boo
         client.socket.sendall(post(ASK | {"stream": stream, "max_tokens": 5}))
         assert gate.held.wait(30)
     admission = server.app.state.server.admission
-    assert until(lambda: not admission._reservations)
+    wait_until(lambda: not admission._reservations, 5)
     gate.open()
-    assert until(lambda: server.engine.status().running == 0)
+    wait_until(lambda: server.engine.status().running == 0, 5)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +160,7 @@ def test_a_request_behind_one_under_way_is_told_that_the_connection_closes(held:
         client.socket.sendall(post(ASK))
         assert gate.held.wait(30)
         client.socket.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert until(lambda: any((b"connection", b"close") in c.scope["headers"] for c in server.uvicorn.server_state.connections))
+        wait_until(lambda: any((b"connection", b"close") in c.scope["headers"] for c in server.uvicorn.server_state.connections), 5)
         gate.open()
         answer = client.rest()
     assert answer.count(b"HTTP/1.1 200 ") == 1
@@ -174,12 +168,13 @@ def test_a_request_behind_one_under_way_is_told_that_the_connection_closes(held:
 
 
 def test_requests_sent_at_once_are_answered_or_told_that_the_connection_closes(server: Server) -> None:
-    with Connection(server) as client:
+    with Connection(server) as client, count_seconds() as seconds:
         client.socket.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
         answer = b""
         while answer.count(b"HTTP/1.1 200 ") < 3 and b"connection: close" not in answer.lower():
             answer += (piece := client.socket.recv(65536))
             assert piece, answer
+        assert seconds() < 2
 
 
 def test_what_is_written_is_sent_at_once(client: httpx.Client, server: Server) -> None:

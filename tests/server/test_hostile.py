@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fair_time import FairClock, assert_within, count_seconds
 from pydantic import BaseModel
 from tiny_server import Server
 
@@ -142,9 +143,9 @@ def check(client: httpx.Client, server: Server, expected: str) -> None:
 def send(client: httpx.Client, path: str, body: str | bytes, method: str = "POST") -> httpx.Response:
     """Answered at all, soon, and with nothing but 200 or an error in the envelope that is not the server's."""
     content = body.encode() if isinstance(body, str) else body
-    started = time.monotonic()
-    response = client.request(method, path, content=content, headers={"content-type": "application/json"})
-    assert time.monotonic() - started < 20
+    with count_seconds() as seconds:
+        response = client.request(method, path, content=content, headers={"content-type": "application/json"})
+        assert seconds() < 20
     assert response.status_code == 200 or 400 <= response.status_code < 500, (response.text, content[:200])
     if response.status_code != 200:
         envelope(response)
@@ -287,19 +288,25 @@ def test_a_long_list_that_is_wrong_is_told_of_at_once(
     """Half a million errors would keep everybody waiting; a request beside it is answered meanwhile."""
     n = ((2 << 20) - 200) // (len(item) + 8)
     body = f"{head}{','.join(item.replace('@', str(i)) for i in range(n))}{tail}"
-    assert send(client, path, body).status_code == 400
+    with count_seconds() as seconds:
+        assert send(client, path, body).status_code == 400
+        assert seconds() < 10
 
 
 def test_a_long_text_is_encoded_beside_others(client: httpx.Client, server: Server) -> None:
-    body = json.dumps({"content": "a" * ((2 << 20) - 20)})
+    body, longest = json.dumps({"content": "a" * ((2 << 20) - 20)}), list[float]()
     with httpx.Client(base_url=server.url) as other, ThreadPoolExecutor(1) as pool:
-        long = pool.submit(send, client, "/tokenize", body)
-        n_answered = 0
-        while not long.done():
-            assert other.get("/health").status_code == 200
-            n_answered += 1
-        assert long.result().status_code == 200
-        assert n_answered > 4, "one before it, and one that waits for it"
+        while not longest or (longest[-1] >= 0.5 and len(longest) < 5):  # again, if the machine was busy
+            started = time.monotonic()
+            long = pool.submit(send, client, "/tokenize", body)
+            waits = []
+            while not long.done():
+                asked = time.monotonic()
+                assert other.get("/health").status_code == 200
+                waits.append(time.monotonic() - asked)
+            assert long.result().status_code == 200
+            longest.append(max(waits) / (time.monotonic() - started))
+    assert longest[-1] < 0.5, "of the time that the long text took"
 
 
 # ---------------------------------------------------------------------------- bodies, paths, headers
@@ -506,14 +513,12 @@ def test_requests_that_never_end_hold_nobody_up(client: httpx.Client, server: Se
         for i, connection in enumerate(slow):
             connection.sendall(begun[i % len(begun)])
         for _ in range(5):
-            started = time.monotonic()
-            check(client, server, expected)
-            assert time.monotonic() - started < 20
-        deadline = time.monotonic() + 60
+            assert_within(5, lambda: check(client, server, expected))
+        clock = FairClock()
         trickling = slow[: len(begun)]
         for connection in trickling:
             connection.settimeout(0.02)
-        while trickling and time.monotonic() < deadline:
+        while trickling and not clock.is_over(20):
             for connection in list(trickling):
                 try:
                     if not connection.recv(65536):

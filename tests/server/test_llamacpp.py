@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
+from fair_time import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_server import Server, left_clean, routes_of
@@ -126,13 +127,6 @@ def editor(editor_server: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.fixture(scope="module")
 def fim(fim_engine: Engine) -> Fim:
     found = Fim.detect(fim_engine.tokenizer)
@@ -192,7 +186,7 @@ def test_what_follows_an_accepted_suggestion_is_computed_ahead(fim_engine: Engin
     for fim_ahead in (True, False):
         with httpx.Client(base_url=make_server(ServerSettings(fim_ahead=fim_ahead), fim_engine).url, timeout=60) as client:
             answer = post(client, "/infill", body | {"prompt": str(fim_ahead)})
-            wait_until(lambda: not fim_engine.core.ahead.has_work)
+            wait_until(lambda: not fim_engine.core.ahead.has_work, 20)
             accepted = post(client, "/infill", body | {"prompt": str(fim_ahead) + answer["content"]})
         n_computed = accepted["timings"]["prompt_n"]
         assert (n_computed <= BLOCK) if fim_ahead else (n_computed > len(AFTER)), (fim_ahead, n_computed)
@@ -401,9 +395,9 @@ def test_a_client_that_goes_away_frees_what_ran_for_it(
     with socket.create_connection((editor.base_url.host, editor.base_url.port or 0), timeout=60) as connection:
         connection.sendall(head.encode() + content)
         assert begun.wait(60)
-    wait_until(lambda: admission.in_flight == 0)
+    took = wait_until(lambda: admission.in_flight == 0, 2)
     left.set()
-    wait_until(lambda: fim_engine.status().running == 0)
+    wait_until(lambda: fim_engine.status().running == 0, 2 - took)
     assert fim_engine.status().passes - passes < 10, "it ended because it was done"
 
 
@@ -614,7 +608,7 @@ def test_slots_tell_no_text(editor: httpx.Client, fim_engine: Engine, monkeypatc
     assert shown.json()[0]["is_processing"] is True
     assert shown.json()[0]["n_prompt_tokens"] == 40
     assert shown.json()[0]["next_token"]["n_decoded"] > 0
-    wait_until(lambda: not any(slot["is_processing"] for slot in editor.get("/slots").json()))
+    wait_until(lambda: not any(slot["is_processing"] for slot in editor.get("/slots").json()), 60)
 
 
 def test_keys(fim_engine: Engine, make_server: Callable[..., Any]) -> None:

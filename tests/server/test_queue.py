@@ -15,12 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fair_time import count_seconds, wait_until
 from tiny_server import Server, left_clean, tiny_engine
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import OutOfMemoryError
 from ngramspec.server.settings import ServerSettings
 
+SOON_S = 2.0
 MAX_ROWS = 8
 RUNNING = 2
 LONG = {"prompt": "ab", "max_tokens": 900, "ignore_eos": True}
@@ -69,14 +71,9 @@ class Rig:
         self.server, self.engine, self.brake = server, server.engine, brake
         self.admission = server.app.state.server.admission
 
-    def until(self, true: Callable[[], bool], step: bool = False) -> None:
-        """Wait until it is true; the engine makes passes meanwhile if `step`."""
-        deadline = time.monotonic() + 60
-        while not true():
-            assert time.monotonic() < deadline
-            if step:
-                self.brake.let()
-            threading.Event().wait(0.005)
+    def until(self, true: Callable[[], bool], step: bool = False, within: float = 30) -> float:
+        """Wait until it is true, and return the seconds; the engine makes passes meanwhile if `step`."""
+        return wait_until(true, within, self.brake.let if step else lambda: None)
 
     def idle(self) -> bool:
         status = self.engine.status()
@@ -154,8 +151,8 @@ def test_a_client_that_leaves_frees_its_sequence(make_rig: Callable[[int], Rig],
     before = status().passes
     connection.close()
     left = len(others)
-    rig.until(lambda: rig.admission.in_flight == left)
-    rig.until(lambda: status().waiting + status().running == left, step=True)
+    took = rig.until(lambda: rig.admission.in_flight == left, within=SOON_S)
+    rig.until(lambda: status().waiting + status().running == left, step=True, within=SOON_S - took)
     assert status().passes - before < 400, "it ended because it was done"
     for other in others:
         other.close()
@@ -170,7 +167,7 @@ def test_a_client_that_asked_twice_on_one_connection_is_still_seen_to_leave(rig:
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
     rig.until(lambda: rig.admission.in_flight == 1)
     connection.close()
-    rig.until(lambda: rig.admission.in_flight == 0)
+    rig.until(lambda: rig.admission.in_flight == 0, within=SOON_S)
 
 
 def test_a_stream_that_was_told_to_its_end_has_not_been_left(rig: Rig) -> None:
@@ -186,9 +183,9 @@ def test_beyond_the_queue_is_refused_at_once(rig: Rig) -> None:
     answers = [rig.later(max_tokens=2), rig.later(max_tokens=2)]
     rig.until(lambda: rig.admission.in_flight == 2)
     for more in ({}, {"stream": True}, {"prompt": "a" * 10**6}):
-        started = time.monotonic()
-        refused = rig.post(**more)
-        assert time.monotonic() - started < 1
+        with count_seconds() as seconds:
+            refused = rig.post(**more)
+            assert seconds() < 1
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
@@ -305,7 +302,8 @@ def test_draining_waits_for_answers_that_are_still_on_their_way(rig: Rig, start_
     paced.until(lambda: paced.metric("generation_tokens_total") == 10)
     paced.until(lambda: paced.admission.in_flight == 0)
     paced.run(paced.admission.drain(30)).result(30)
-    assert answer.result(30).text.endswith("data: [DONE]\n\n")
+    wait_until(answer.done, 5)
+    assert answer.result().text.endswith("data: [DONE]\n\n")
 
 
 def test_a_closed_engine(start_server: Callable[..., Server]) -> None:
@@ -325,19 +323,23 @@ def test_even_pace(make_server: Callable[..., Server]) -> None:
     plain, even = (httpx.Client(base_url=make_server(ServerSettings(pad_stream=pace)).url, timeout=60) for pace in (0, 20))
     whole = {name: value for name, value in body.items() if name != "stream_options"}
     expected = plain.post("/v1/completions", json=whole).json()
-    sources: list[Any] = []
-    started, text = time.monotonic(), ""
-    with even.stream("POST", "/v1/completions", json=body | {"stream": True, "return_sources": True}) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                for choice in event["choices"]:
-                    text += choice["text"]
-                    sources.append(len(choice["ngramspec"]["tokens"]))
-    took_s = time.monotonic() - started
-    assert text == expected["choices"][0]["text"]
-    assert sources == [1] * 12
-    assert took_s >= 11 * 0.02
+    took_s = list[float]()
+    while not took_s or (took_s[-1] < 11 * 0.02 * 0.9 and len(took_s) < 5):  # again, if this process got the first events late
+        text, arrived, sources = "", list[float](), list[int]()
+        started = time.monotonic()
+        with even.stream("POST", "/v1/completions", json=body | {"stream": True, "return_sources": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    for choice in event["choices"]:
+                        text += choice["text"]
+                        sources.append(len(choice["ngramspec"]["tokens"]))
+                        arrived.append(time.monotonic())
+        assert time.monotonic() - started >= 11 * 0.02
+        assert text == expected["choices"][0]["text"]
+        assert sources == [1] * 12
+        took_s.append(arrived[-1] - arrived[0])
+    assert took_s[-1] >= 11 * 0.02 * 0.9
     started = time.monotonic()
     assert even.post("/v1/completions", json=whole).json()["choices"] == expected["choices"]
     assert time.monotonic() - started >= 12 * 0.02

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
+from fair_time import wait_until
 from tiny_server import Server, chat_tokenizer
 
 from ngramspec.datastore import Datastore
@@ -138,7 +139,7 @@ def test_packages_are_shared_by_trees_with_the_same_versions(serve: Any, own: En
     assert drafted_from(serve, client, "/repo/b")[0] == ["b", packages]
     assert drafted_from(serve, client, "/repo/c")[0] == ["c"]
     assert drafted_from(serve, client)[0] == []
-    until(lambda: stores(client)[packages]["state"] == "ready")
+    wait_until(lambda: stores(client)[packages]["state"] == "ready", 2)  # a moment after it is drafted from
     assert [each.stores for each in repositories.trees.values()] == [["a", packages], ["b", packages], ["c"]]
 
 

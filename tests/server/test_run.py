@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
+from fair_time import count_seconds
 from test_queue import Brake
 from tiny_server import Server, chat_tokenizer, tiny_engine
 
@@ -217,18 +218,22 @@ def test_requests_that_never_end_are_cut_off(make_server: Callable[..., Server],
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for parts in ([], [b"GET /health HT"], [head + b'{"prompt"'], [whole, b"GET /hea"]):
-        started = time.monotonic()
-        with (
-            socket.create_connection((host, int(port)), timeout=30) as connection,
-            contextlib.suppress(ConnectionError),  # a slow client is cut off before it has sent anything
-        ):
-            for part in parts:
-                connection.sendall(part)
-                answer = b"" if part == whole else b"}"
-                while not answer.endswith(b"}") and (piece := connection.recv(65536)):
-                    answer += piece
-            assert connection.recv(65536) == b""
-        assert time.monotonic() - started < 10
+        for _ in range(5):
+            answer = b""
+            with (
+                count_seconds() as seconds,
+                socket.create_connection((host, int(port)), timeout=30) as connection,
+                contextlib.suppress(ConnectionError),  # on a busy machine, a slow client is cut off before it has sent anything
+            ):
+                for part in parts:
+                    connection.sendall(part)
+                    while part == whole and not answer.endswith(b"}") and (piece := connection.recv(65536)):
+                        answer += piece
+                assert connection.recv(65536) == b""
+            assert seconds() < 10
+            if answer or whole not in parts:
+                break
+        assert answer.endswith(b"}") == (whole in parts)
 
 
 def test_a_request_that_takes_longer_than_the_deadline_for_sending_it(make_server: Callable[..., Server]) -> None:
@@ -295,7 +300,9 @@ def test_more_connections_than_descriptors(tmp_path: Path) -> None:
             for i in range(120):
                 all_.enter_context(socket.create_connection((host, int(port)), timeout=60))
                 if i % 20 == 19:
-                    answer = httpx.get(f"{url}/health", timeout=60)
+                    with count_seconds() as seconds:
+                        answer = httpx.get(f"{url}/health", timeout=60)
+                        assert seconds() < 10
                     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
             assert len(log.read_bytes()) < 10_000
         finally:

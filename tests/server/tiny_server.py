@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import tiny
 import uvicorn
+from fair_time import wait_until
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 from tokenizers import AddedToken
@@ -54,10 +54,7 @@ def left_clean(engine: Engine) -> Iterator[Engine]:
     """Closes an engine at the end, when nothing may be left of any request."""
     with engine:
         yield engine
-        deadline = time.monotonic() + 60  # for the server to notice that a client has left
-        while (status := engine.status()).waiting + status.running and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert status.waiting == status.running == 0
+        wait_until(lambda: engine.status().waiting == engine.status().running == 0, 2)  # for the server to notice that a client has left
         engine.runner.pool.check_integrity()
 
 
