@@ -278,15 +278,12 @@ def attend_piece(piece, splits, q, kv, out, rows, of_layer):
             out[row0 + m // part, head0 + m % part, d] = acc[m * n_value + d] * inverse
 
 
-def find_attention(kv_dtype: str | np.dtype, out: np.ndarray | None = None) -> int:
-    """Return the address of `attend_piece` for keys and values of a dtype; compile it, or load it from disk.
-
-    `out`: an array [T, H, D] as it will be given, if that may have gaps between rows.
-    """
+def find_attention(kv_dtype: str | np.dtype) -> int:
+    """Return the address of `attend_piece` for keys and values of a dtype; compile it, or load it from disk."""
     heads, line, table = np.empty((0, 0, 0), np.float32), np.empty(0, np.int32), np.empty((0, 0), np.int32)
     keys, zero = np.empty((0, 0, 0, 0), kv_dtype), np.float32(0)
     rows, of_layer = (table, table, line, line, table), (zero, 0, zero, np.empty(0, np.float32))
-    return find_address(attend_piece, 0, (0, 0), heads, (keys, keys), heads if out is None else out, rows, of_layer)
+    return find_address(attend_piece, 0, (0, 0), heads, (keys, keys), heads, rows, of_layer)
 
 
 @njit(cache=True, nogil=True, forceinline=True)

@@ -6,6 +6,7 @@ need, and knows batches and KV pools, nothing of modules or requests.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -286,8 +287,7 @@ class LlamaDecoder:
             )  # fmt: skip
             recurrent, work = self._recurrent._replace(states=pool.states), self._buffers.work
             latent = self._latent, self._buffers.heads
-            own_heads = self.options.latent or any(layer.heads for layer in self.layers)  # they write elsewhere, without gaps between rows
-            self._functions[ATTEND] = find_attention(pool.all_keys.dtype, None if own_heads else work.heads)
+            self._functions[ATTEND] = find_attention(pool.all_keys.dtype)
             kv = pool.all_keys, pool.all_values
             self._model = make_compiled_model(weights, self._kinds, kv, work, recurrent, self._varied, latent)
             self._model_of = of
@@ -307,13 +307,12 @@ class LlamaDecoder:
                 return np.zeros((n, *shape), np.float32)
 
             inner_size = self.options.mamba.n_inner if self.options.mamba else 0
-            wide, mixed = _round_up(self.hidden), _round_up(max(n_heads * (latent.value_dim if latent else head_dim), inner_size))
+            to = DEPTH if latent else math.lcm(DEPTH, head_dim)  # whole heads: for gaps between rows numba would compile the pass again
+            wide, mixed = _round_up(self.hidden), _round_up(max(n_heads * (latent.value_dim if latent else head_dim), inner_size), to)
             inner = max(max(dense, default=0) * WIDTH, self._n_inputs)
             codes = max(wide, mixed, latent.query_rank if latent else 0)
             out = zeros(mixed)
-            heads = zeros(n_heads, 0)  # latent attention has its own
-            if latent is None:
-                heads = np.lib.stride_tricks.as_strided(out, (n, n_heads, head_dim), (out.strides[0], 4 * head_dim, 4))
+            heads = zeros(n_heads, 0) if latent else out.reshape(n, -1, head_dim)  # latent attention has its own
             layers_of_experts = [each.experts for each in self.layers if each.experts]
             gates = zeros(n_heads * head_dim) if self.options.gated else _NOTHING
             beside = zeros(-(-self.hidden // WIDTH) * WIDTH) if self.options.beside else _NOTHING
@@ -392,7 +391,7 @@ def _describe_recurrent(layers: Sequence[LayerWeights], of_model: ModelOptions) 
     more = [each.decay_gate for each in found] or [m for layer in layers for m in layer.beside]
 
     def stack_arrays(arrays: list[np.ndarray], *empty: int) -> np.ndarray:
-        return np.stack(arrays).astype(np.float32) if arrays else np.zeros((0, *empty), np.float32)
+        return np.ascontiguousarray(np.stack(arrays), np.float32) if arrays else np.zeros((0, *empty), np.float32)
 
     fields = np.stack([m.fields for m in more]) if more else np.zeros((0, MATRIX), np.int64)
     rates = stack_arrays([np.stack([each.decay, each.decay_bias]) for each in found], 2, 0)
@@ -462,5 +461,5 @@ def _list_rates(mixer: MambaWeights, options: MambaOptions) -> np.ndarray:
     return np.stack([mixer.decay, mixer.step_bias, mixer.skip, *(np.full(options.n_heads, number, np.float32) for number in numbers)])
 
 
-def _round_up(n: int) -> int:
-    return -(-n // DEPTH) * DEPTH
+def _round_up(n: int, to: int = DEPTH) -> int:
+    return -(-n // to) * to

@@ -51,7 +51,7 @@ class PassBuffers(NamedTuple):
     qkv: np.ndarray  # [T, ..]: queries, keys and values, or the inputs of a recurrent layer
     q: np.ndarray  # [T, heads, D]: rotated queries
     mixed: np.ndarray  # [T, ..]: what the heads attend to, padded to a quant block
-    heads: np.ndarray  # [T, heads, D]: a view of `mixed`
+    heads: np.ndarray  # [T, heads and more, D]: a view of `mixed`
     both: np.ndarray  # [T, 2, ..]: outputs of gate and up
     middle: np.ndarray  # [T, ..]: activation(gate) · up
     middle_codes: np.ndarray

@@ -14,6 +14,7 @@ import torch
 from ngramspec import Engine
 from ngramspec.backends.cpu import runner as runner_module
 from ngramspec.backends.cpu import weight_map_build
+from ngramspec.backends.cpu.llama_pass import run_thread
 from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
@@ -324,6 +325,16 @@ def test_rounding_of_keys_and_values_refuses_nothing(name: str, tmp_path: Path) 
     tiny.byte_tokenizer().save_pretrained(tmp_path)
     runner = bind(tmp_path, quantised=True)
     assert (runner.precision, runner.kv_dtype) == ("int8", "float16")
+
+
+def test_one_compiled_pass_serves_every_family(folder: Callable[[str], Path]) -> None:
+    """Compiling another takes half a minute of a first start."""
+    two_heads = tiny.tiny_model("llama", num_attention_heads=2, num_key_value_heads=2, head_dim=24)
+    CpuRunner(two_heads, CpuOptions(**OPTIONS | {"kv_dtype": "float32"}))
+    for name in ("smollm3", "gemma", "lfm2", "nemotron_h", "falcon_h1"):
+        assert bind(folder(name), kv_dtype="float32").decoder is not None
+    keys_and_values = [signature[1].field_dict["model"].field_dict["pool"] for signature in run_thread.signatures]
+    assert len(keys_and_values) == len(set(keys_and_values))
 
 
 def rotate_all(monkeypatch: pytest.MonkeyPatch) -> None:
