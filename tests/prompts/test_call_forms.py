@@ -128,6 +128,8 @@ CALLS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "llama, token": ('<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
     "llama, token and Python": ('<|python_tag|>weather.call(city="Paris")', "", [PARIS]),
     "llama 3.1, function": ('<function=weather>{"city": "Paris"}</function>', "", [PARIS]),
+    "llama, on lines of their own": (f"<|python_start|>\n{PARIS_JSON}\n<|python_end|>", "", [PARIS]),
+    "llama 3.1, function, pretty": ('<function=weather>\n{"city": "Paris"}\n</function>', "", [PARIS]),
     "python list": ('[weather(city="Paris"), weather(city="Rome", days=2)]', "", [PARIS, ROME]),
     "python, escapes": (
         "[write_file(path='a.py', content='x = [\"(\\'\\n', flags=['a'], mode=None)]",

@@ -80,12 +80,19 @@ class Scanner:
             found = pattern.match(self.text, self.at, partial=not self.ended)
             if found is None:
                 return None
-            if not found.partial:
+            if not found.partial and not self._may_grow(found):
                 self.at = found.end()
                 return found
             if len(self.text) - self.at > MAX_HEAD:
                 return None
             yield None
+
+    def _may_grow(self, found: regex.Match[str]) -> bool:
+        """Return whether a match that ends where the text ends so far takes blanks that may follow."""
+        if self.ended or found.end() < len(self.text):
+            return False
+        grown = found.re.match(self.text + " ", self.at)
+        return grown is not None and grown.end() > found.end()
 
     def read_until(self, pattern: regex.Pattern[str], longest: int) -> Generator[None, None, tuple[str, str] | None]:
         """Move past the next match, of `longest` characters at most. Returns the text before it and its own; None if there is none."""
