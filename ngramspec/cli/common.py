@@ -6,6 +6,7 @@ name that an error tells. Imports nothing that takes time until it is needed.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -196,6 +197,7 @@ def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False
     """
     check_model(model)
     with keep_interrupts():
+        _import_numba()
         from ngramspec.engine.llm_engine import Engine
         from ngramspec.papers.registry import make_drafter
 
@@ -204,6 +206,19 @@ def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False
         return Engine(model, **settings, **({"alone": made[0]} if alone else {"drafters": made}))
     except ValueError as error:
         raise BadInputError(str(error)) from error
+
+
+def _import_numba() -> None:
+    """Import numba as where scipy is not installed, which it takes a tenth of a start to import only to see whether it has a BLAS.
+
+    No compiled function of this package multiplies matrices with it.
+    """
+    if "scipy.linalg" not in sys.modules:
+        sys.modules["scipy.linalg"] = None  # type: ignore[assignment]  # what Python takes for a module that cannot be found
+        try:
+            importlib.import_module("numba.np.arraymath")
+        finally:
+            del sys.modules["scipy.linalg"]
 
 
 def make_console(*, stderr: bool = False, **more: Any) -> Console:

@@ -1,4 +1,4 @@
-"""What a start of the engine on the CPU imports and reads: a later start needs neither torch nor transformers."""
+"""What a start of the engine on the CPU imports and reads: a later start needs neither torch, transformers nor scipy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPLETE = """
 import sys
 from ngramspec.cli.main import app
 app(["complete", "def f(", "--model", sys.argv[1], "--max-tokens", "4", "--seed", "1", "--quiet"], standalone_mode=False)
-print("\\n", sorted({"torch", "transformers"} & sys.modules.keys()), sep="")
+print("\\n", sorted({"torch", "transformers", "scipy.linalg"} & sys.modules.keys()), sep="")
 """
 _SERVE = """
 import asyncio, os, signal, sys, threading, time, urllib.error, urllib.request
@@ -32,7 +32,7 @@ def stop():
             break
         except (OSError, urllib.error.HTTPError):
             time.sleep(0.1)
-    print(sorted({"torch", "transformers"} & sys.modules.keys()), flush=True)
+    print(sorted({"torch", "transformers", "scipy.linalg"} & sys.modules.keys()), flush=True)
     os.kill(os.getpid(), signal.SIGINT)
 
 threading.Thread(target=stop, daemon=True).start()
@@ -55,9 +55,9 @@ def run(program: str, *arguments: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_a_later_start_imports_neither_torch_nor_transformers(path: Path) -> None:
+def test_a_later_start_imports_neither_torch_transformers_nor_scipy(path: Path) -> None:
     first, second = run(_COMPLETE, str(path)), run(_COMPLETE, str(path))
-    assert first[-1] == "['torch', 'transformers']"
+    assert first[-1] == "['scipy.linalg', 'torch', 'transformers']"
     assert second == [*first[:-1], "[]"]
     assert run(_SERVE, str(path), str(find_free_port()))[-1] == "[]"
 
