@@ -223,7 +223,32 @@ class CodeCache(NullCache):
         return sig, codegen.magic_tuple(), hashlib.sha256(dumps(cells)).hexdigest()
 
 
-class _UserCacheLocator(UserProvidedCacheLocator):
+class _CheckedOnce:
+    """Finds out once for a folder, and not for each of its functions, whether it can be written."""
+
+    get_cache_path: Callable[[], str]
+
+    def ensure_cache_path(self) -> None:
+        """Raises OSError."""
+        check_writable(self.get_cache_path())
+
+
+@functools.cache
+def check_writable(folder: str) -> None:
+    """Make a folder and write to it. Raises OSError."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+class _EnvironmentLocator(_CheckedOnce, UserProvidedCacheLocator):
+    pass
+
+
+class _PackageLocator(_CheckedOnce, InTreeCacheLocator):
+    pass
+
+
+class _UserCacheLocator(_CheckedOnce, UserProvidedCacheLocator):
     """Locates the cache in a folder of ngramspec's in the user's cache, if the package's own folder cannot be written."""
 
     def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
@@ -241,7 +266,7 @@ class _UserCacheLocator(UserProvidedCacheLocator):
 
 
 class _CacheImpl(CompileResultCacheImpl):
-    _locator_classes = (UserProvidedCacheLocator, InTreeCacheLocator, _UserCacheLocator)
+    _locator_classes = (_EnvironmentLocator, _PackageLocator, _UserCacheLocator)
 
 
 def _remove(paths: Iterable[Path]) -> None:

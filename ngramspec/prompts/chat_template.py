@@ -28,7 +28,6 @@ from ngramspec.prompts.template_process import TemplateLimitError, get_template_
 from ngramspec.prompts.thoughts import HARMONY, ThoughtMarks, ThoughtReader, detect_marks
 from ngramspec.prompts.tool_calls.call_formats import HERMES, NAMED_ID, CallFormat
 from ngramspec.prompts.tool_calls.call_probe import detect_call_format
-from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import (
     ASSISTANT,
@@ -132,6 +131,8 @@ class Prompts:
             return StreamParser(None, self.marks, thoughts)
         if thoughts is not None:
             thoughts.end_before_calls((begin for begin in self.calls.begins if begin[:1] in "<["), self._specials)
+        from ngramspec.prompts.tool_calls.call_reader import CallReader  # its patterns take 30 ms
+
         reader = CallReader(self.calls, box.known, held=held, calls_only=box.required, several=box.several)
         return StreamParser(reader, self.marks, thoughts)
 

@@ -252,10 +252,10 @@ def test_cleared_code_is_compiled_again(load: Callable[[], ModuleType], compiled
 def test_without_a_folder_that_can_be_written(
     load: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_locator: Any) -> None:
+    def refuse(_folder: str) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("numba.core.caching._CacheLocator.ensure_cache_path", refuse)
+    monkeypatch.setattr(code_cache, "check_writable", refuse)
     for _ in range(2):
         module = load()
         assert module.add(1, 2) == 3

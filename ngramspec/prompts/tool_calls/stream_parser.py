@@ -9,12 +9,15 @@ import secrets
 import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ngramspec.outputs import Choice, Delta
 from ngramspec.prompts.thoughts import Piece, ThoughtReader
-from ngramspec.prompts.tool_calls.call_reader import CallReader
 from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.tool_prompt import Call
+
+if TYPE_CHECKING:
+    from ngramspec.prompts.tool_calls.call_reader import CallReader
 
 
 @dataclass(slots=True)
