@@ -27,6 +27,7 @@ from . import corpus, segment_writer
 from .commit import StoreWriter, lock_for_writing
 from .corpus import ContentHashes, CorpusOptions, CorpusSource, Document, FoundFile, Skipped
 from .errors import ContentsChangedError, EmptyCorpusError
+from .file_filters import TOO_LARGE
 from .format import SegmentEntry, choose_token_dtype
 from .manifest import Manifest, write_left_out, write_tokenizer, write_vocabulary
 from .page_cache import measure_free_memory
@@ -92,7 +93,7 @@ class NewStore:
     def finish(self, entries: Sequence[SegmentEntry], encoder: Encoder, router: bool, writer: str) -> Summary:
         """Make segments the store, with vocabulary and tokenizer. Raises EmptyCorpusError if no text is in them."""
         if not any(entry.tokens > entry.docs + 1 for entry in entries):
-            raise EmptyCorpusError(describe_empty_corpus(self.sources, self.recorder.skipped))
+            raise EmptyCorpusError(describe_empty_corpus(self.sources, self.recorder.skipped, self.options))
         manifest = Manifest(
             generation=self.lock.next_generation,
             tokenizer_name=encoder.name,
@@ -227,10 +228,11 @@ def options_to_json(options: CorpusOptions) -> dict[str, Any]:
     return given | {"rules": corpus.RULES}
 
 
-def describe_empty_corpus(sources: Sequence[CorpusSource], skipped: Skipped) -> str:
+def describe_empty_corpus(sources: Sequence[CorpusSource], skipped: Skipped, options: CorpusOptions) -> str:
     """Say that there is no text in a corpus, and why."""
     where = ", ".join(source.label for source in sources)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.counts.most_common())
+    limits = {TOO_LARGE: f" (max_file_size is {options.max_file_size:,} bytes)"}
+    reasons = ", ".join(f"{count} {reason}{limits.get(reason, '')}" for reason, count in skipped.counts.most_common())
     return f"there is no text in {where}" + (f"; left out: {reasons}" if reasons else "; it holds no files")
 
 

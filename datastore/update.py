@@ -110,7 +110,7 @@ def update(
             options=old.options | options_to_json(walked),
         )
         if not new.segments:
-            raise EmptyCorpusError(describe_empty_corpus(sources, recorder.skipped) + "; the store stays as it was")
+            raise EmptyCorpusError(describe_empty_corpus(sources, recorder.skipped, walked) + "; the store stays as it was")
         changed = new != old
         if changed:
             if recorder.left_out != left_out:

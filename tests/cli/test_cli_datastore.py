@@ -88,6 +88,7 @@ def test_build_and_update(corpus: Path, model: Path, monkeypatch: pytest.MonkeyP
         (["nowhere", "-o", "new", "-t", "M"], "'nowhere' cannot be read"),
         (["src", "-o", "src", "-t", "M"], "holds other files"),
         (["src/.env", "-o", "new", "-t", "M"], "there is no text in src/.env; left out: 1 secret"),
+        (["src", "-o", "new", "-t", "M", "--max-file-size", "1"], "2 too large (max_file_size is 1 bytes), 1 secret"),
         (["-u", "-o", "new"], "new is not a datastore"),
     ],
 )
