@@ -44,18 +44,22 @@ def _try_children(tree: DraftTree | None, node: int, p: np.ndarray, uniform: Cal
     """Return the next token and the child of `node` that carried it, or -1. p [V] up to a factor."""
     for i, (token, child) in enumerate(_list_children(tree, node)):
         drawn_from = tree.drawn_from  # type: ignore[union-attr]
-        q = np.eye(1, len(p), token)[0] if drawn_from is None else drawn_from[child]
-        if not q[token] > 0:  # not a draw: siblings without replacement have used up q
+        share = 1.0 if drawn_from is None else drawn_from[child][token]
+        if not share > 0:  # not a draw: siblings without replacement have used up q
             continue
         scale = lenience * float(p.sum())
-        if uniform(1 + i) * scale * q[token] < p[token]:
+        if uniform(1 + i) * scale * share < p[token]:
             return token, child
-        residual = np.maximum(p - scale * q, 0)
+        if drawn_from is None:
+            residual = p.astype(np.float64)
+            residual[token] = max(residual[token] - scale, 0)
+        else:
+            residual = np.maximum(p - scale * drawn_from[child], 0)
         if not residual.any():  # q is p, and only rounding refused
             return token, child
         p = residual
     mass = p.cumsum()
-    return int(np.searchsorted(mass, uniform(0) * float(mass[-1]), side="right")), -1
+    return int(mass.searchsorted(uniform(0) * float(mass[-1]), side="right")), -1
 
 
 def accept_leniently(tree: DraftTree | None, logits: Callable[[int], np.ndarray], lenience: float) -> Iterator[tuple[int, int]]:
@@ -77,4 +81,4 @@ def accept_leniently(tree: DraftTree | None, logits: Callable[[int], np.ndarray]
 
 def _list_children(tree: DraftTree | None, node: int) -> list[tuple[int, int]]:
     """Return (token, child) for each child, in their order in the tree."""
-    return [] if tree is None else [(int(tree.tokens[child]), child) for child in np.flatnonzero(tree.parents == node).tolist()]
+    return [] if tree is None else [(int(tree.tokens[child]), child) for child in (tree.parents == node).nonzero()[0].tolist()]
