@@ -39,7 +39,7 @@ class Guess(Counts):
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     model = tiny.tiny_model("llama", std=0.12)
-    with Engine(model, tokenizer=tiny.byte_tokenizer(), threads=1, max_seqs=32, max_model_len=256, kv_memory=32 << 20) as engine:
+    with Engine(model, tokenizer=tiny.byte_tokenizer(), threads=1, max_seqs=128, max_model_len=256, kv_memory=32 << 20) as engine:
         yield engine
 
 

@@ -44,15 +44,19 @@ class Simulation:
         self.regime = np.where(moves, self.rng.integers(0, len(REGIMES), self.n_seqs), self.regime)
         return np.minimum(REGIMES[self.regime][:, None] * self.lies, 1.0) ** np.arange(1, DEPTH + 1)
 
+    def draw(self) -> tuple[float, np.ndarray]:
+        """Return how many times as long the next pass takes as the device says, and how many nodes of each sequence are right [n_seqs]."""
+        factor = 1 + 0.03 * self.rng.standard_normal()
+        if self.rng.random() < 0.02:
+            factor *= self.rng.uniform(1.5, 4)
+        right = self.rng.random((self.n_seqs, DEPTH)) < REGIMES[self.regime][:, None]
+        return factor, np.cumprod(right, axis=1).sum(1)
+
     def run(self, nodes: np.ndarray) -> int:
         """A pass with so many nodes per sequence [n_seqs] -> tokens that it makes."""
-        rows = self.n_seqs + int(nodes.sum())
-        ms = float(self.device(np.array(float(rows)))) * (1 + 0.03 * self.rng.standard_normal())
-        if self.rng.random() < 0.02:
-            ms *= self.rng.uniform(1.5, 4)
-        self.now += ms / 1e3
-        right = self.rng.random((self.n_seqs, DEPTH)) < REGIMES[self.regime][:, None]
-        return self.n_seqs + int(np.minimum(np.cumprod(right, axis=1).sum(1), nodes).sum())
+        factor, n_right = self.draw()
+        self.now += float(self.device(np.array(float(self.n_seqs + nodes.sum())))) * factor / 1e3
+        return self.n_seqs + int(np.minimum(n_right, nodes).sum())
 
 
 def best_nodes(chances: np.ndarray, cost_ms: np.ndarray, threshold: float) -> np.ndarray:
@@ -62,16 +66,21 @@ def best_nodes(chances: np.ndarray, cost_ms: np.ndarray, threshold: float) -> np
     return np.bincount(order[:kept] // chances.shape[1], minlength=len(chances))
 
 
-def speed(
-    device: Callable[[np.ndarray], np.ndarray], n_seqs: int, policy: Callable[[Simulation, np.ndarray], np.ndarray], steps: int
-) -> float:
-    """Tokens per millisecond, after the first 200 steps, of a policy that takes what it likes of what is offered."""
-    simulation = Simulation(device, n_seqs)
-    for _ in range(200):
-        simulation.run(policy(simulation, simulation.chances()))
-    simulation.now = 0.0
-    made = sum(simulation.run(policy(simulation, simulation.chances())) for _ in range(steps))
-    return made / simulation.now / 1e3
+@cache
+def draw_steps(n_seqs: int, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what no policy changes: chances [steps, n_seqs, DEPTH], nodes that are right [steps, n_seqs], factors of the time [steps]."""
+    simulation = Simulation(DEVICES["computes"], n_seqs)
+    chances, drawn = zip(*((simulation.chances(), simulation.draw()) for _ in range(steps)), strict=True)
+    return np.array(chances), np.array([n_right for _, n_right in drawn]), np.array([factor for factor, _ in drawn])
+
+
+def speed(device: Callable[[np.ndarray], np.ndarray], n_seqs: int, policy: Callable[[np.ndarray], np.ndarray], steps: int) -> float:
+    """Tokens per millisecond, after the first 200 steps, of a policy that always takes the same of the same chances."""
+    chances, n_right, factors = (each[200:] for each in draw_steps(n_seqs, 200 + steps))
+    different, which = np.unique(chances.reshape(steps, -1), axis=0, return_inverse=True)
+    nodes = np.array([policy(each.reshape(n_seqs, DEPTH)) for each in different])[which.ravel()]
+    made = n_seqs * steps + np.minimum(n_right, nodes).sum()
+    return float(made / (device(n_seqs + nodes.sum(1, dtype=float)) * factors).sum())
 
 
 @cache
@@ -80,7 +89,7 @@ def best_speed(device: Callable[[np.ndarray], np.ndarray], n_seqs: int, steps: i
     cost_ms = device(np.arange(512.0))
     plain = n_seqs / cost_ms[n_seqs]
     return max(
-        speed(device, n_seqs, lambda _, chances, threshold=threshold * plain: best_nodes(chances, cost_ms, threshold), steps)  # type: ignore[misc]
+        speed(device, n_seqs, lambda chances, threshold=threshold * plain: best_nodes(chances, cost_ms, threshold), steps)  # type: ignore[misc]
         for threshold in (0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 100.0)
     )
 
@@ -175,7 +184,7 @@ def test_the_governor_stops_what_makes_it_slower(n_seqs: int) -> None:
     timing = StepTimer(CostModel(COUNTS, true(np.array(COUNTS, float)).tolist(), 512), lambda: simulation.now)
     ours(timing, simulation, 600)
     found, _ = ours(timing, simulation, 1000)
-    assert found > 0.95 * speed(true, n_seqs, lambda _, chances: np.zeros(len(chances), np.int64), 1000)
+    assert found > 0.95 * speed(true, n_seqs, lambda chances: np.zeros(len(chances), np.int64), 1000)
     assert timing.threshold.governor > 1
     simulation.lies = 1.0  # and lets them come back
     ours(timing, simulation, 6000 // n_seqs)
