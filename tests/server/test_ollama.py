@@ -56,6 +56,26 @@ def test_a_text_is_continued(client: httpx.Client) -> None:
     assert set(lines[-1]) >= STATISTICS
 
 
+@pytest.mark.parametrize(
+    ("route", "asked"), [("chat", {"messages": DRAW}), ("generate", {"prompt": "draw"}), ("generate", {"prompt": "d", "raw": True})]
+)
+def test_log_probabilities_are_those_of_openai(client: httpx.Client, route: str, asked: dict[str, Any]) -> None:
+    given = {"model": "any", "options": GREEDY, "logprobs": True, "top_logprobs": 2} | asked
+    made = client.post(f"/api/{route}", json=given | {"stream": False}).json()
+    assert [len(each["top_logprobs"]) for each in made["logprobs"]] == [2] * len(made["logprobs"])
+    assert len(made["logprobs"]) == made["eval_count"] - (made["done_reason"] == "stop")
+    lines = read_lines(client.post(f"/api/{route}", json=given))
+    assert [each for line in lines for each in line.get("logprobs", [])] == made["logprobs"]
+    if route == "chat":
+        like = client.post(
+            "/v1/chat/completions",
+            json={"messages": DRAW, "max_tokens": 12, "temperature": 0, "top_k": 40, "logprobs": True, "top_logprobs": 2},
+        )
+        assert like.json()["choices"][0]["logprobs"]["content"][: len(made["logprobs"])] == made["logprobs"]
+    plain = client.post(f"/api/{route}", json=given | {"logprobs": False, "stream": False}).json()
+    assert "logprobs" not in plain
+
+
 def test_clients_can_divide_by_the_time_of_one_pass(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"model": "any", "prompt": "def add(", "options": GREEDY | {"num_predict": 1}, "raw": True, "stream": False}
     real = response_stats.timings

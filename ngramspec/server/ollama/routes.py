@@ -38,11 +38,13 @@ from ngramspec.server.ollama.schemas import (
     TagsResponse,
     VersionResponse,
 )
+from ngramspec.server.openai.chat import describe_logprobs
 from ngramspec.server.openai.handler import CompletionHandler, Conversation, make_params, read_arguments
 from ngramspec.server.queue import Piece
 from ngramspec.server.request_fields import check_grammar, read_grammar
 from ngramspec.server.sse import GENERATES_LINES, JsonLines
 from ngramspec.server.state import ServerState, model_not_found
+from ngramspec.server.token_strings import TokenTexts
 from ngramspec.server.tool_fields import read_toolbox
 
 Who = Annotated[Identity, Depends(identify)]
@@ -52,21 +54,21 @@ NEVER = "2318-01-01T00:00:00Z"  # Ollama's word for a model that stays loaded
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["ollama"], route_class=ParsedBodyRoute, prefix="/api")
-    prompts = state.prompts
+    prompts, texts = state.prompts, TokenTexts(state.engine.tokenizer)
     models = _Models(state, prompts)
 
     @routes.post("/chat", response_model=OllamaChatResponse, response_model_exclude_unset=True, responses=GENERATES_LINES)
     async def chat(body: OllamaChatRequest, http: Request, identity: Who) -> Any:
         """Answer a conversation with text, or with calls of tools."""
         with _rename_params():
-            return await _answer(state, _OllamaChatHandler(state, prompts, body, identity), http, identity)
+            return await _answer(state, _OllamaChatHandler(state, prompts, texts, body, identity), http, identity)
 
     @routes.post("/generate", response_model=GenerateResponse, response_model_exclude_unset=True, responses=GENERATES_LINES)
     async def generate(body: GenerateRequest, http: Request, identity: Who) -> Any:
         """Answer a prompt, continue it (`raw`), or fill in what stands before `suffix`."""
         with _rename_params():
             body.check()
-            return await _answer(state, _GenerateHandler(state, prompts, body, identity), http, identity)
+            return await _answer(state, _GenerateHandler(state, prompts, texts, body, identity), http, identity)
 
     @routes.get("/tags")
     async def list_models(identity: Who) -> TagsResponse:
@@ -136,10 +138,10 @@ class _OllamaHandler(CompletionHandler):
 
     is_chat = True
 
-    def __init__(self, state: ServerState, prompts: Prompts, body: OllamaRequest, identity: Identity) -> None:
+    def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: OllamaRequest, identity: Identity) -> None:
         self._sampling = body.to_openai()
         super().__init__(state, self._sampling, identity, "chatcmpl-")
-        self._state, self._prompts, self._body = state, prompts, body
+        self._state, self._prompts, self._texts, self._body = state, prompts, texts, body
         self._hides_thoughts = body.think is False
         self._conversation: Conversation | None = None
         self.n_chars = 0
@@ -155,7 +157,7 @@ class _OllamaHandler(CompletionHandler):
         """Compiles grammars; may take seconds. Raises ApiError."""
         assert self._conversation is not None
         max_tokens = self.count_tokens(ids)
-        return self._conversation.make_input(ids, self._sampling, self.hints, max_tokens=max_tokens, n=1, logprobs=None)
+        return self._conversation.make_input(ids, self._sampling, self.hints, max_tokens=max_tokens, n=1, logprobs=self._body.n_logprobs)
 
     def count_tokens(self, ids: list[int]) -> int:
         """Return how many tokens to write: those that are asked for, as far as they fit."""
@@ -170,7 +172,7 @@ class _OllamaHandler(CompletionHandler):
         for _ in parser.parse(completion.choices[0]):
             pass
         said = self._write(parser.reply.content, parser.reply.calls, parser.reply.thoughts)
-        return self._head() | said | self._finish(completion)
+        return self._head() | said | self._describe_logprobs(completion.choices[0]) | self._finish(completion)
 
     def answer_empty(self) -> dict[str, Any]:
         reason = "unload" if self._body.keep_alive in (0, "0") else "load"
@@ -180,10 +182,14 @@ class _OllamaHandler(CompletionHandler):
         """Yield what each delta adds; calls when they are whole."""
         parser, n_told = self._make_parser(), 0
         async for _, delta in pieces:
+            logprobs = self._describe_logprobs(delta)
             for text, calls, thoughts in _split_parts(parser, delta, n_told):
                 n_told += len(calls)
                 if text or calls or not self._hides_thoughts:
-                    yield self._head() | self._write(text, calls, thoughts) | {"done": False}
+                    yield self._head() | self._write(text, calls, thoughts) | logprobs | {"done": False}
+                    logprobs = {}
+            if logprobs:
+                yield self._head() | self._write("", []) | logprobs | {"done": False}
             if delta.completion is not None:
                 yield self._head() | self._write("", []) | self._finish(delta.completion)
 
@@ -203,6 +209,13 @@ class _OllamaHandler(CompletionHandler):
                 {"id": f"call_{call.id}", "function": {"name": call.name, "arguments": read_arguments(call.arguments)}} for call in calls
             ]
         return {"message": message}
+
+    def _describe_logprobs(self, part: Delta | Choice) -> dict[str, Any]:
+        """Return the log-probabilities of a part's tokens, but for one that ends the text and says nothing."""
+        found = part.logprobs or []
+        if found and part.finish_reason == "stop" and not part.texts[-1]:
+            found = found[:-1]
+        return {"logprobs": describe_logprobs(self._texts, found)["content"]} if found else {}
 
     def _finish(self, completion: Completion) -> dict[str, Any]:
         """Return the end of an answer with its statistics."""
@@ -225,8 +238,8 @@ class _OllamaHandler(CompletionHandler):
 class _OllamaChatHandler(_OllamaHandler):
     """One request of /api/chat."""
 
-    def __init__(self, state: ServerState, prompts: Prompts, body: OllamaChatRequest, identity: Identity) -> None:
-        super().__init__(state, prompts, body, identity)
+    def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: OllamaChatRequest, identity: Identity) -> None:
+        super().__init__(state, prompts, texts, body, identity)
         self.is_empty = not body.messages
         if not self.is_empty:
             self._conversation = Conversation(
@@ -240,8 +253,8 @@ class _GenerateHandler(_OllamaHandler):
 
     is_chat = False
 
-    def __init__(self, state: ServerState, prompts: Prompts, body: GenerateRequest, identity: Identity) -> None:
-        super().__init__(state, prompts, body, identity)
+    def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: GenerateRequest, identity: Identity) -> None:
+        super().__init__(state, prompts, texts, body, identity)
         self._given = body
         self.is_empty = not (body.prompt or body.suffix)
         self._fim = state.fim if body.suffix else None
@@ -277,7 +290,9 @@ class _GenerateHandler(_OllamaHandler):
         if self._conversation is not None:
             return super().make_input(ids)
         form = read_grammar(self._sampling)
-        params = make_params(self._sampling, self._state, max_tokens=self.count_tokens(ids), n=1, logprobs=None, grammar=form and form[1])
+        params = make_params(
+            self._sampling, self._state, max_tokens=self.count_tokens(ids), n=1, logprobs=self._body.n_logprobs, grammar=form and form[1]
+        )
         self._state.limits.check_params(params)
         check_grammar(form, self._state.engine, self.hints["tenant"])
         if self._fim is not None:

@@ -58,6 +58,15 @@ class OllamaRequest(StrictModel):
     model thinks nevertheless is left out."""
     keep_alive: KeepAlive | None = None
     """Accepted: the model stays loaded."""
+    logprobs: bool | None = None
+    """Tell the log-probability of each token."""
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Tell the most likely tokens in each one's place, too, with `logprobs`."""
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many of the most likely tokens to tell with each; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_tokens(self) -> int | None:
@@ -246,6 +255,7 @@ class _OllamaAnswer(BaseModel):
     prompt_eval_duration: int | None = None
     eval_count: int | None = None
     eval_duration: int | None = None
+    logprobs: list[dict[str, Any]] | None = None
 
 
 class OllamaChatResponse(_OllamaAnswer):
