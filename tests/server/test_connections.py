@@ -188,8 +188,13 @@ def test_what_is_written_is_sent_at_once(client: httpx.Client, server: Server) -
 def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(client: httpx.Client, server: Server) -> None:
     """A proxy that sends a request just as the server closes the connection answers 502; nginx keeps connections for 60 s."""
     assert client.get("/health").status_code == 200
-    idle = [each for each in list(server.uvicorn.server_state.connections) if each.timeout_keep_alive_task is not None]
-    assert idle
+    idle = list[Any]()
+
+    def find_idle() -> list[Any]:
+        idle[:] = [each for each in list(server.uvicorn.server_state.connections) if each.timeout_keep_alive_task is not None]
+        return idle
+
+    wait_until(find_idle, 5)  # the answer has come before the server waits for the next request
     assert all(each.timeout_keep_alive_task.when() - each.loop.time() > 60 for each in idle)
 
 
