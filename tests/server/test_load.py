@@ -60,10 +60,10 @@ def test_streams_that_nobody_reads_are_dropped_and_hurt_nobody(start_server: Cal
 @pytest.mark.slow
 def test_ten_times_what_it_carries_is_refused_soon_and_costs_little(make_server: Callable[..., Server]) -> None:
     server = make_server(ServerSettings(max_queue=2 * server_benchmark.MAX_SEQS))
-    for _ in range(3):  # a neighbour that takes the processor for seconds delays refusals more than answers
+    for _ in range(3):  # a neighbour that takes the processor for seconds delays refusals more than answers, and answers too
         found = asyncio.run(server_benchmark.measure_capacity(target_of(server), 2.0, 64, random.Random(0)))
         most = found["levels"]["10x"]
-        if most["refusal_ms"]["p50"] < most["ttft_ms"]["p50"] / 2:
+        if most["refusal_ms"]["p50"] < most["ttft_ms"]["p50"] / 2 and found["goodput_at_10x"] >= 0.2:
             break
     assert most["refused"] > most["answered"] > 0
     assert all(level["failed"] == 0 for level in found["levels"].values())
