@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ import tiny
 from rich.console import Console
 
 from ngramspec import __version__
+from ngramspec.cli import common, screen, screen_datastore
 from ngramspec.cli import main as cli
-from ngramspec.cli import screen, screen_datastore
 from ngramspec.cli.common import format_size, parse_size
-from ngramspec.datastore import Datastore, DatastoreCorruptError, DatastoreLockedError, Progress, Summary
+from ngramspec.datastore import Datastore, DatastoreCorruptError, DatastoreLockedError, Progress, Summary, progress
 from ngramspec.datastore.commit import lock_for_writing
 from ngramspec.datastore.manifest import read_manifest
 
@@ -205,11 +206,16 @@ def test_sizes_are_shown_as_they_are_given(size: int, text: str) -> None:
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """Time that passes when a test says so, for the modules that tell how far they are alone.
+
+    Event loops of servers of other tests in this process would sleep for hours if `time.monotonic` itself stepped back.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        clock = SimpleNamespace(**vars(time) | {"monotonic": lambda: self.now})
+        for module in (common, progress, screen_datastore):
+            monkeypatch.setattr(module, "time", clock)
 
 
 def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

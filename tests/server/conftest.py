@@ -66,6 +66,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
         server.should_exit = True
     for _, thread in started:
         thread.join(10)
+    assert not any(thread.is_alive() for _, thread in started), "a server goes on"
 
 
 @pytest.fixture(scope="session")
