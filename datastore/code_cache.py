@@ -103,13 +103,11 @@ def is_writable(dispatcher: Any) -> bool:
     cache = _caches.get(dispatcher.py_func)
     if cache is None:
         return False
-    folder = Path(cache.cache_path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
+        check_writable(cache.cache_path)
     except OSError:
         return False
+    return True
 
 
 class CodeCache(NullCache):
@@ -230,10 +228,14 @@ class _CheckedOnce:
 
     def ensure_cache_path(self) -> None:
         """Raises OSError."""
-        check_writable(self.get_cache_path())
+        _check_once(self.get_cache_path())
 
 
 @functools.cache
+def _check_once(folder: str) -> None:
+    check_writable(folder)
+
+
 def check_writable(folder: str) -> None:
     """Make a folder and write to it. Raises OSError."""
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -209,9 +209,9 @@ def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False
 
 
 def _import_numba() -> None:
-    """Import numba as where scipy is not installed, which it takes a tenth of a start to import only to see whether it has a BLAS.
+    """Import numba without scipy, which it would import to look for a BLAS, in a tenth of the time of a start.
 
-    No compiled function of this package multiplies matrices with it.
+    No compiled function of this package multiplies matrices with a BLAS.
     """
     if "scipy.linalg" not in sys.modules:
         sys.modules["scipy.linalg"] = None  # type: ignore[assignment]  # what Python takes for a module that cannot be found
