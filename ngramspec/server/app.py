@@ -28,6 +28,7 @@ from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 from ngramspec.server.sse import generates
 from ngramspec.server.state import ServerState
+from ngramspec.server.token_strings import TokenTexts
 
 LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # `localhost` among the sites whose pages may ask, as in llama.cpp
 
@@ -65,6 +66,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         RequestLimits(settings.limits, engine.max_model_len, engine.vocab_size, FewestTokens(tokenizer)),
         Keyring(settings.api_keys, settings),
         prompts,
+        TokenTexts(engine.tokenizer),
         Fim.detect(engine.tokenizer, settings.fim_order, settings.fim_window),
         repositories or Repositories(),
         Encoders(metrics),

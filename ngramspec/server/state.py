@@ -16,6 +16,7 @@ from ngramspec.server.metrics import Metrics
 from ngramspec.server.queue import AdmissionQueue
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
+from ngramspec.server.token_strings import TokenTexts
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class ServerState:
     keyring: Keyring
     prompts: Prompts
     """The model's chat template, and what was learned of it: all routes share it."""
+    texts: TokenTexts
+    """What single tokens say: all routes share it."""
     fim: Fim | None
     """The model's fill-in-the-middle format, None if it has none."""
     repositories: Repositories

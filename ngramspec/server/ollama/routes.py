@@ -44,7 +44,6 @@ from ngramspec.server.queue import Piece
 from ngramspec.server.request_fields import check_grammar, read_grammar
 from ngramspec.server.sse import GENERATES_LINES, JsonLines
 from ngramspec.server.state import ServerState, model_not_found
-from ngramspec.server.token_strings import TokenTexts
 from ngramspec.server.tool_fields import read_toolbox
 
 Who = Annotated[Identity, Depends(identify)]
@@ -54,21 +53,21 @@ NEVER = "2318-01-01T00:00:00Z"  # Ollama's word for a model that stays loaded
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["ollama"], route_class=ParsedBodyRoute, prefix="/api")
-    prompts, texts = state.prompts, TokenTexts(state.engine.tokenizer)
+    prompts = state.prompts
     models = _Models(state, prompts)
 
     @routes.post("/chat", response_model=OllamaChatResponse, response_model_exclude_unset=True, responses=GENERATES_LINES)
     async def chat(body: OllamaChatRequest, http: Request, identity: Who) -> Any:
         """Answer a conversation with text, or with calls of tools."""
         with _rename_params():
-            return await _answer(state, _OllamaChatHandler(state, prompts, texts, body, identity), http, identity)
+            return await _answer(state, _OllamaChatHandler(state, prompts, body, identity), http, identity)
 
     @routes.post("/generate", response_model=GenerateResponse, response_model_exclude_unset=True, responses=GENERATES_LINES)
     async def generate(body: GenerateRequest, http: Request, identity: Who) -> Any:
         """Answer a prompt, continue it (`raw`), or fill in what stands before `suffix`."""
         with _rename_params():
             body.check()
-            return await _answer(state, _GenerateHandler(state, prompts, texts, body, identity), http, identity)
+            return await _answer(state, _GenerateHandler(state, prompts, body, identity), http, identity)
 
     @routes.get("/tags")
     async def list_models(identity: Who) -> TagsResponse:
@@ -138,10 +137,10 @@ class _OllamaHandler(CompletionHandler):
 
     is_chat = True
 
-    def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: OllamaRequest, identity: Identity) -> None:
+    def __init__(self, state: ServerState, prompts: Prompts, body: OllamaRequest, identity: Identity) -> None:
         self._sampling = body.to_openai()
         super().__init__(state, self._sampling, identity, "chatcmpl-")
-        self._state, self._prompts, self._texts, self._body = state, prompts, texts, body
+        self._state, self._prompts, self._body = state, prompts, body
         self._hides_thoughts = body.think is False
         self._conversation: Conversation | None = None
         self.n_chars = 0
@@ -215,7 +214,7 @@ class _OllamaHandler(CompletionHandler):
         found = part.logprobs or []
         if found and part.finish_reason == "stop" and not part.texts[-1]:
             found = found[:-1]
-        return {"logprobs": describe_logprobs(self._texts, found)["content"]} if found else {}
+        return {"logprobs": describe_logprobs(self._state.texts, found)["content"]} if found else {}
 
     def _finish(self, completion: Completion) -> dict[str, Any]:
         """Return the end of an answer with its statistics."""
@@ -238,8 +237,8 @@ class _OllamaHandler(CompletionHandler):
 class _OllamaChatHandler(_OllamaHandler):
     """One request of /api/chat."""
 
-    def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: OllamaChatRequest, identity: Identity) -> None:
-        super().__init__(state, prompts, texts, body, identity)
+    def __init__(self, state: ServerState, prompts: Prompts, body: OllamaChatRequest, identity: Identity) -> None:
+        super().__init__(state, prompts, body, identity)
         self.is_empty = not body.messages
         if not self.is_empty:
             self._conversation = Conversation(
@@ -253,8 +252,8 @@ class _GenerateHandler(_OllamaHandler):
 
     is_chat = False
 
-    def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: GenerateRequest, identity: Identity) -> None:
-        super().__init__(state, prompts, texts, body, identity)
+    def __init__(self, state: ServerState, prompts: Prompts, body: GenerateRequest, identity: Identity) -> None:
+        super().__init__(state, prompts, body, identity)
         self._given = body
         self.is_empty = not (body.prompt or body.suffix)
         self._fim = state.fim if body.suffix else None

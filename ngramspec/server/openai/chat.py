@@ -51,7 +51,7 @@ _ROLE = re.compile("[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
-    prompts, texts = state.prompts, TokenTexts(state.engine.tokenizer)
+    prompts, texts = state.prompts, state.texts
 
     @routes.post("/chat/completions", include_in_schema=False, responses=GENERATES)
     @routes.post("/v1/chat/completions", response_model=ChatResponse, response_model_exclude_unset=True, responses=GENERATES)

@@ -39,7 +39,7 @@ MAX_TOKENS = 16  # OpenAI's default
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
     engine = state.engine
-    prompts, texts = state.prompts, TokenTexts(engine.tokenizer)
+    prompts, texts = state.prompts, state.texts
     now = datetime.now(UTC).replace(microsecond=0)
     of_model = {
         "object": "model",

@@ -38,7 +38,7 @@ Event = dict[str, Any]
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["openai"], route_class=ParsedBodyRoute)
-    prompts, store, texts = state.prompts, ResponseStore(), TokenTexts(state.engine.tokenizer)
+    prompts, store, texts = state.prompts, ResponseStore(), state.texts
 
     def prepare(body: ResponsesRequest, identity: Identity) -> None:
         """Check a request and fill in what it takes from earlier responses. Raises ApiError."""
