@@ -10,12 +10,13 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from call_events import collect_calls
-from hypothesis import given, settings
+from fair_time import assert_within
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
 from ngramspec.prompts.tool_calls.call_reader import CallReader
-from ngramspec.prompts.tool_calls.call_scanner import KnownTools, TextDelta
+from ngramspec.prompts.tool_calls.call_scanner import MAX_HEAD, KnownTools, TextDelta
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -293,19 +294,53 @@ def test_text_that_calls_nothing_is_unchanged(text: str) -> None:
 
 
 WORDS = re.compile(r"<[^<>]{1,30}>|```\w*|\[TOOL_CALLS\]|\[ARGS\]|\w+|\s+|.", re.DOTALL)
-FRAGMENTS = sorted({word for text, _, _ in CALLS.values() for word in WORDS.findall(text)} | {PARIS_JSON, "text", "; "})
+TEXTS_OF_CALLS = [text for text, _, _ in CALLS.values()]
+FRAGMENTS = sorted(
+    {word for text in TEXTS_OF_CALLS for word in WORDS.findall(text)} | {PARIS_JSON, "text", "; ", '"""', "'''", "write_file"}
+)
+LONG = st.builds(str.__mul__, st.sampled_from([" ", "\n", "x", "<tool", ")"]), st.integers(30, MAX_HEAD + 100))
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(FRAGMENTS) | st.sampled_from([text for text, _, _ in CALLS.values()]), max_size=14), st.booleans())
-def test_no_cut_tells_and_nothing_is_lost(fragments: list[str], several: bool) -> None:
-    text = "".join(fragments)
-    said, calls = read([text], several=several)
-    assert read(list(text), several=several) == (said, calls)
-    assert read(fragments, several=several) == (said, calls)
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Draw a text of fragments of calls and of whole calls, some with a long run of one character within."""
+    text = "".join(draw(st.lists(st.sampled_from(FRAGMENTS) | st.sampled_from(TEXTS_OF_CALLS), max_size=14)))
+    at = draw(st.integers(0, len(text)))
+    return text[:at] + draw(st.just("") | LONG) + text[at:]
+
+
+def in_pieces(text: str, cuts: Sequence[int]) -> list[str]:
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts(), st.lists(st.integers(0, 3000), max_size=6), st.booleans(), st.booleans())
+@example(f"<tool_call>{' ' * (MAX_HEAD + 1)}{PARIS_JSON}</tool_call>", [100, MAX_HEAD + 50], True, False)
+@example(f"<tool_call>{PARIS_JSON}{' ' * (MAX_HEAD + 1)}</tool_call>", [100, MAX_HEAD + 100], True, False)
+@example(f"<function=weather><parameter=city>a{' ' * 90}<parameter=days>2</function>", [], True, False)
+@example(f'{{"a": 1}}{" " * 300},{" " * 300}x{"y" * 2000}{PARIS_JSON}', [], True, False)
+@example(f'{"y" * 2000}{{"a": 1}}{" " * 200},{" " * 200}{PARIS_JSON}', [], True, False)
+@example('[write_file(path=\'a\', content="""print(\')\', ")") # it\'s""")]', [], True, False)
+def test_no_cut_tells_and_nothing_is_lost(text: str, cuts: Sequence[int], several: bool, cut: bool) -> None:
+    said, calls = read([text], several=several, cut=cut)
+    assert read(list(text), several=several, cut=cut) == (said, calls)
+    assert read(in_pieces(text, cuts), several=several, cut=cut) == (said, calls)
     rest = iter(text + "\n\n")
     if "<|" not in text:  # heads of gpt-oss's messages are no text
         assert all(char in rest for char in said if not char.isspace()), "what is said is the text, in its order"
+
+
+def test_a_long_text_that_seems_to_call_is_read_to_its_end() -> None:
+    text = "<tools>see</tools> and more words\n" * 2000 + PARIS_JSON
+    assert read([text])[1] == read(list(text))[1] == [PARIS]
+
+
+def test_a_program_in_three_quotes_is_an_argument() -> None:
+    text = '[write_file(path="a.py", content="""print(")")  # it\'s a \\""")]\nDone.'
+    call = ("write_file", {"path": "a.py", "content": 'print(")")  # it\'s a "'})
+    for pieces in every_cut(text.replace('\\"""', '\\""""')):
+        assert read(pieces) == ("Done.", [call])
 
 
 def test_text_is_not_held_back_longer_than_it_can_become_a_call() -> None:
@@ -336,3 +371,9 @@ def test_a_text_that_seems_to_call_over_and_over_takes_linear_time() -> None:
     reader.push(text)
     assert sum(len(event.text) for event in [*reader.finish()] if isinstance(event, TextDelta)) <= len(text)
     assert reader.n_calls == 0
+
+
+def test_blanks_in_a_stream_take_linear_time() -> None:
+    """Looking back from every blank, or searching all of them again after each token, took minutes."""
+    for text in ("Hello", "Hello\n", "<tool_call>", "{", "<function=weather>\n<parameter=city>"):
+        assert_within(3, lambda text=text: read(list(text + " " * 4000 + PARIS_JSON)), tries=2)

@@ -14,6 +14,7 @@ import regex
 
 from ngramspec.prompts.tool_calls.call_scanner import Parse, Scanner, TextDelta
 from ngramspec.prompts.tool_calls.call_values import (
+    LONG_STRING,
     MARKED_TEXT,
     Calls,
     emit_calls,
@@ -24,9 +25,6 @@ from ngramspec.prompts.tool_calls.call_values import (
     read_python_calls,
     to_typed_value,
 )
-
-MAX_PYTHON = 100_000  # characters of calls in Python's syntax, which are parsed at once
-MAX_NESTED = 100  # brackets within brackets there
 
 
 class CallForm(NamedTuple):
@@ -43,7 +41,7 @@ class CallForm(NamedTuple):
 # ------------------------------------------------------------------ JSON: bare, in a fence, between tags
 
 _ANY_NAME = r"(?P<name>[\w.:/-]+)"
-_KEYS = r'"(?:name|tool_name|function|tool|type|id|arguments|parameters|tool_calls)"\s*:'
+_KEYS = r'"(?:name|tool_name|function|tool|type|id|arguments|parameters|tool_calls)"\s{0,99}:'
 _FIRST = r'\[?\s*\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*'
 _NAME_FIRST = regex.compile(_FIRST + r'"name"\s*:\s*"(?P<name>[^"\\]*)"')
 _WRAPPED = regex.compile(_FIRST + r'"(?:function|tool|tool_name|arguments|parameters|args|tool_calls)"\s*:')
@@ -194,7 +192,7 @@ def _read_harmony_channel(scan: Scanner) -> Parse:
 
 _FUNCTION = regex.compile(r"(?:<tool_call>\s*)?<function(?:=|\s+name=)[\"']?(?P<name>[\w.:/-]+)[\"']?\s*>\s*")
 _PARAMETER = regex.compile(r"\s*<parameter(?:=|\s+name=)[\"']?(?P<key>[^\s<>\"']+)[\"']?\s*>")
-_PARAMETER_END = regex.compile(r"</parameter>|(?=\n?\s*<parameter[= ])|(?=\n?\s*</function>)")
+_PARAMETER_END = regex.compile(r"</parameter>|(?=\s{0,99}+(?:<parameter[= ]|</function>))")
 _FUNCTION_END = regex.compile(r"\s*</function>")
 _OBJECT = regex.compile(r"(?=\{)")
 _TOOL_CALL_END = regex.compile(r"\s*</tool_call>")
@@ -210,7 +208,7 @@ def _read_function(scan: Scanner) -> Parse:
         text = yield from scan.read_whole_json()
         arguments = None if text is None else parse_json(text)
     else:
-        arguments = yield from _tagged_values(scan, name, _PARAMETER, _PARAMETER_END, 40)
+        arguments = yield from _tagged_values(scan, name, _PARAMETER, _PARAMETER_END)
         if arguments is None:
             return False
     if not (yield from end_call(scan, name, arguments, _FUNCTION_END)):
@@ -220,18 +218,18 @@ def _read_function(scan: Scanner) -> Parse:
 
 
 def _tagged_values(
-    scan: Scanner, name: str, key: regex.Pattern[str], end: regex.Pattern[str], longest: int
+    scan: Scanner, name: str, key: regex.Pattern[str], end: regex.Pattern[str]
 ) -> Generator[None, None, dict[str, Any] | None]:
-    """Read the arguments of a call of `name` as pairs of a key's tag and a value up to its `end`, of at most `longest` characters.
+    """Read the arguments of a call of `name` as pairs of a key's tag and a value up to its `end`.
 
     None: a value does not end, so it is no call.
     """
     arguments: dict[str, Any] = {}
     while (found := (yield from scan.match(key))) is not None:
-        value = yield from scan.read_until(end, longest)
+        value = yield from scan.read_until(end)
         if value is None:
             return None
-        arguments[found["key"]] = to_typed_value(value[0].removeprefix("\n").removesuffix("\n"), name, found["key"], scan.tools)
+        arguments[found["key"]] = to_typed_value(value.removeprefix("\n").removesuffix("\n"), name, found["key"], scan.tools)
     return arguments
 
 
@@ -247,7 +245,7 @@ def end_call(scan: Scanner, name: str, arguments: Any, end: regex.Pattern[str]) 
 
 # `<invoke name="…">` with parameters as tags: MiniMax M2, DeepSeek V3.2, and others in a name space of their own.
 _SPACE = r"(?:\w+:|\uff5cDSML\uff5c)?"
-_INVOKES = rf"<{_SPACE}(?:function_calls|tool_calls|tool_call)>\s*<{_SPACE}invoke |<{_SPACE}invoke name="
+_INVOKES = rf"<{_SPACE}(?:function_calls|tool_calls|tool_call)>\s{{0,99}}<{_SPACE}invoke |<{_SPACE}invoke name="
 _INVOKE = regex.compile(
     rf"(?:<{_SPACE}(?:function_calls|tool_calls|tool_call)>)?\s*<{_SPACE}invoke name=[\"']?(?P<name>[\w.:/-]+)[\"']?\s*>"
 )
@@ -261,7 +259,7 @@ def _read_invoke(scan: Scanner) -> Parse:
     head = yield from scan.match(_INVOKE)
     if head is None or (name := head["name"]) not in scan.tools.schemas:
         return False
-    arguments = yield from _tagged_values(scan, name, _INVOKE_KEY, _INVOKE_VALUE, 40)
+    arguments = yield from _tagged_values(scan, name, _INVOKE_KEY, _INVOKE_VALUE)
     if arguments is None or not (yield from end_call(scan, name, arguments, _INVOKE_END)):
         return False
     yield from scan.match(_INVOKES_END)
@@ -277,7 +275,7 @@ def _read_glm(scan: Scanner) -> Parse:
     head = yield from scan.match(_GLM)
     if head is None or (name := head["name"]) not in scan.tools.schemas:
         return False
-    arguments = yield from _tagged_values(scan, name, _GLM_KEY, _GLM_VALUE, 12)
+    arguments = yield from _tagged_values(scan, name, _GLM_KEY, _GLM_VALUE)
     if arguments is None:
         return False
     return (yield from end_call(scan, name, arguments, _TOOL_CALL_END))
@@ -297,13 +295,8 @@ def _read_gemma(scan: Scanner) -> Parse:
     head = yield from scan.match(_GEMMA)
     if head is None or (name := head["name"]) not in scan.tools.schemas:
         return False
-    start = scan.at
-    while (end := _find_bracket_end(scan.text, start, _GEMMA_TOKENS)) is None:
-        if scan.ended or len(scan.text) - start > MAX_PYTHON:
-            return False
-        yield None
-    scan.at = end or start
-    arguments = read_marked_object(scan.text[start:end], name, scan.tools) if end else None
+    text = yield from scan.read_brackets(_GEMMA_TOKENS)
+    arguments = None if text is None else read_marked_object(text, name, scan.tools)
     return (yield from end_call(scan, name, arguments, _GEMMA_END))
 
 
@@ -311,7 +304,7 @@ def _read_gemma(scan: Scanner) -> Parse:
 
 _PYTHON = regex.compile(r"\s*(?=\[?\s*[A-Za-z_][\w.:/-]*\()")
 _PYTHON_TOKENS = regex.compile(
-    r"\"\"\"(?s:.*?)\"\"\"|'''(?s:.*?)'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[()\[\]{}\"']|[^()\[\]{}\"']+", regex.DOTALL
+    rf"{LONG_STRING}|\"\"\"|'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[()\[\]{{}}\"']|[^()\[\]{{}}\"']+", regex.DOTALL
 )
 
 
@@ -319,35 +312,12 @@ def _read_python(scan: Scanner, *, checked: bool) -> Parse:
     """Read `f(a=1)`, or a list of such."""
     if (yield from scan.match(_PYTHON)) is None:
         return False
-    start = scan.at
-    while (end := _find_bracket_end(scan.text, start)) is None:
-        if scan.ended or len(scan.text) - start > MAX_PYTHON:
-            return False
-        yield None
-    calls = read_python_calls(scan.text[start:end], scan.tools, checked=checked) if end else None
+    text = yield from scan.read_brackets(_PYTHON_TOKENS)
+    calls = None if text is None else read_python_calls(text, scan.tools, checked=checked)
     if calls is None:
         return False
-    scan.at = end or start
     yield from emit_calls(calls)
     return True
-
-
-def _find_bracket_end(text: str, start: int, tokens: regex.Pattern[str] = _PYTHON_TOKENS) -> int | None:
-    """Return where the expression's first brackets end; 0 if they are nested too deeply, None if they do not end yet."""
-    depth = 0
-    for found in tokens.finditer(text, start):
-        match found[0]:
-            case "(" | "[" | "{":
-                depth += 1
-                if depth > MAX_NESTED:
-                    return 0
-            case ")" | "]" | "}":
-                depth -= 1
-                if not depth:
-                    return int(found.end())
-            case '"' | "'" | '<|"' | '<"' | "<escape>":  # a string that does not end yet
-                return None
-    return None
 
 
 _PYTHON_BEGIN, _PYTHON_END = r"<\|python_(?:tag|start)\|>|<\|tool_call_start\|>", r"<\|python_end\|>|<\|tool_call_end\|>"
@@ -393,8 +363,9 @@ def _make_form(name: str, begin: str, read: Callable[[Scanner], Parse], *, marke
     return CallForm(name, regex.compile(begin), read, marked)
 
 
-_AT_LINE = r"(?<![^\n])[ \t]*"
-_IN_TEXT = r"(?<![\w\"'`\\]|[\[({=]\s*|[}\]\"\d]\s*,\s*|\"\s*:\s*)"  # not within other JSON, a program or a quotation
+_AT_LINE = r"(?<![^\n])[ \t]{0,99}"
+# Not within other JSON, a program or a quotation. Looks back only from brackets, since looking back from each of many blanks takes long.
+_IN_TEXT = r"(?=[\[{])(?<![\w\"'`\\]|[\[({=]\s{0,99}|[}\]\"\d]\s{0,99},\s{0,99}|\"\s{0,99}:\s{0,99})"
 _WEAK_TAGS = "tools?|response|json|JSON|xml|function|action"
 
 # Every form but the template's own. If several begin at one place, the first that finds a call counts.
@@ -415,13 +386,13 @@ FORMS: Sequence[CallForm] = (
     _make_form("harmony text", r"<\|channel\|>|<\|start\|>assistant|<\|(?:end|return|call)\|>", _read_harmony_channel),
     _make_form("granite", r"<\|tool_call\|>", _make_tag_parser(r"<\|tool_call\|>", r"<\|/tool_call\|>|</tool_call>")),
     _make_form("nemotron", "<TOOLCALL>", _make_tag_parser("<TOOLCALL>", "</TOOLCALL>")),
-    _make_form("functools", r"functools\s*\[", _make_tag_parser("functools", r"(?!)")),  # Phi-4 mini, Firefunction
+    _make_form("functools", r"functools\s{0,99}\[", _make_tag_parser("functools", r"(?!)")),  # Phi-4 mini, Firefunction
     _make_form("olmo", "<function_calls>", _read_function_calls),
     _make_form("list in tags", "<tool_calls>", _make_tag_parser("<tool_calls>", "</tool_calls>")),
     _make_form("command-r", r"<\|START_ACTION\|>", _make_tag_parser(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>")),
     _make_form("internlm", r"<\|action_start\|>", _make_tag_parser(r"<\|action_start\|>\s*<\|plugin\|>", r"<\|action_end\|>")),
     _make_form("tags", f"<(?:{_WEAK_TAGS})>", _make_tag_parser(f"<(?:{_WEAK_TAGS})>", f"</(?:{_WEAK_TAGS})>", checked=True), marked=False),
     _make_form("fence", "(?<!`)```", _read_fence, marked=False),
-    _make_form("json", rf"{_IN_TEXT}(?:\[\s*)?\{{{{1,2}}\s*{_KEYS}", _read_bare, marked=False),
-    _make_form("python list", rf"{_AT_LINE}\[\s*[A-Za-z_][\w.:/-]*\(", _read_python_list, marked=False),
+    _make_form("json", rf"{_IN_TEXT}(?:\[\s{{0,99}})?\{{{{1,2}}\s{{0,99}}{_KEYS}", _read_bare, marked=False),
+    _make_form("python list", rf"{_AT_LINE}\[\s{{0,99}}[A-Za-z_][\w.:/-]*\(", _read_python_list, marked=False),
 )

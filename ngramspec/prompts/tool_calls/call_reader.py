@@ -123,7 +123,7 @@ class CallReader:
             return True
         kept = end if scan.ended else len(scan.text[:end].rstrip())
         yield from self._emit_text(kept)
-        self._start = max(kept, self._start)
+        self._start = max(end, self._start)  # nothing begins within these blanks
         if self._from > 4 * CONTEXT:
             self._drop_text(self._from - CONTEXT)
         return False
@@ -142,7 +142,8 @@ class CallReader:
             self._from = self._start = max(scan.at, self._start)
             self._parse = None
             return True
-        self._n_wasted += len(scan.text) - self._start if len(scan.text) - self._start > CONTEXT else 0
+        n_read = scan.furthest - self._start
+        self._n_wasted += n_read if n_read > CONTEXT else 0
         form = self._tried.pop(0)
         self._begin_form()
         if self._parse is None:
@@ -154,7 +155,15 @@ class CallReader:
     def _begin_form(self) -> None:
         scan = self._scan
         scan.at, scan.sure, scan.trusts_json, self._found = self._start, False, self._trusts_json and not self._has_text, False
-        self._parse = self._tried[0].read(scan) if self._tried else None
+        scan.furthest = self._start
+        self._parse = self._read_from_begin(self._tried[0]) if self._tried else None
+
+    def _read_from_begin(self, form: CallForm) -> Parse:
+        """Read a form, once it is known that it begins here."""
+        if (yield from self._scan.match(form.begin)) is None:
+            return False
+        self._scan.at = self._start
+        return (yield from form.read(self._scan))
 
     # ------------------------------------------------------------------ what they share
 

@@ -179,9 +179,11 @@ def read_python_calls(text: str, tools: KnownTools, *, checked: bool) -> Calls |
     return [call for call in made if call is not None] if made and None not in made else None
 
 
+LONG_STRING = r"\"\"\"(?:[^\\]|\\.)*?\"\"\"|'''(?:[^\\]|\\.)*?'''"  # of Python, in three quotes
+
 # Strings, and names of functions, some of which are no names in Python.
 _STRINGS_AND_NAMES = regex.compile(
-    r"\"\"\".*?\"\"\"|'''.*?'''|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?P<name>[A-Za-z_][\w.:/-]*)(?=\()", regex.DOTALL
+    rf"{LONG_STRING}|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?P<name>[A-Za-z_][\w.:/-]*)(?=\()", regex.DOTALL
 )
 
 

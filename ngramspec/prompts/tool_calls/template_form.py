@@ -21,7 +21,7 @@ def make_template_form(shown: CallFormat, *, held: bool) -> CallForm | None:
     trigger = shown.trigger
     if (not trigger and not held) or (shown.pairs is not None and not shown.pairs.is_tagged):
         return None
-    begin = regex.compile("|".join(map(regex.escape, shown.begins)) or r"\{(?=\s*\")")
+    begin = regex.compile("|".join(map(regex.escape, shown.begins)) or r"\{(?=\s{0,99}\")")
     heads = [regex.compile(head.pattern) for head in (shown.head, shown.next_head) if head is not None]
     read_arguments = _make_json_parser(shown) if shown.pairs is None else _make_pairs_parser(shown, shown.pairs)
     ends = [regex.compile(r"\s*" + regex.escape(word)) for word in shown.end.removeprefix(shown.close.strip()).split()]
@@ -59,15 +59,15 @@ def _make_pairs_parser(shown: CallFormat, pairs: Pairs) -> Callable[[Scanner, st
     head, to_either = rf"{begin}\s*+(?P<key>[^\s<>\"]{{1,200}}?)", rf"(?:(?P<is_text>{to_text})|{to_value})"
     key, call_end = regex.compile(rf"\s*{head}{to_either}"), regex.compile(rf"\s*{close}")
     # A model may forget to end a value.
-    value_end, longest = regex.compile(rf"{end}|(?=\s*{head}{to_either}|\s*{close})"), 300 + len(pairs.value_end)
+    value_end = regex.compile(rf"{end}|(?=\s{{0,99}}+(?:{head}{to_either}|{close}))")
     newlines = ["\n" if shows else "" for shows in (pairs.to_value.endswith("\n"), pairs.value_end.startswith("\n"))]
 
     def read(scan: Scanner, name: str) -> Parse:
         arguments: dict[str, Any] = {}
         while (found := (yield from scan.match(key))) is not None:
-            if (value := (yield from scan.read_until(value_end, longest))) is None:
+            if (value := (yield from scan.read_until(value_end))) is None:
                 return False
-            text = value[0].removeprefix(newlines[0]).removesuffix(newlines[1])
+            text = value.removeprefix(newlines[0]).removesuffix(newlines[1])
             if text.startswith("<![CDATA[") and text.endswith("]]>"):
                 text = text[9:-3]
             if to_text == to_value:
