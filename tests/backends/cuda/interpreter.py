@@ -67,7 +67,20 @@ def _add_products(left: np.ndarray, right: np.ndarray, total: np.ndarray) -> Non
 
 
 def _replace_once() -> None:
-    """The language's functions, and the table of numpy's types that is otherwise built at every look-up."""
+    """Replace the language's functions, and the table of numpy's types that is otherwise built at every look-up."""
+    semantic, of_decorator = triton_interpreter.interpreter_semantic, tl.core.builtin(lambda: None).__code__
+
+    def patch_attr(obj: object, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = (
+            member.__wrapped__ if getattr(member, "__code__", None) is of_decorator else member
+        )  # the decorator checks that `_semantic` is given
+
+        def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs, _semantic=semantic)
+
+        scope.set_attr(obj, name, call)
+
+    triton_interpreter._patch_attr = patch_attr
     triton_interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     triton_interpreter._patch_lang = lambda fn: triton_interpreter._LangPatchScope()
     of_block, known = triton_interpreter._get_np_dtype, dict[str, np.dtype]()
@@ -88,6 +101,7 @@ def _keep_types() -> None:
     semantic, tensor, core = triton_interpreter.interpreter_semantic, tl.tensor, tl.core
     blocks, shapes = dict[tuple[Any, ...], tl.block_type](), dict[int, tuple[Any, ...]]()
     init_block, equals, unwrap = tl.block_type.__init__, tl.dtype.__eq__, core._unwrap_if_constexpr
+    plain = {tensor, int, float, bool, str, type(None)}
     check_operands, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     numbers = {"int32": (int, np.int32), "int64": (int, np.int64), "fp32": (float, np.float32)}  # Python's that a tensor takes as they are
 
@@ -115,6 +129,27 @@ def _keep_types() -> None:
             return None
         return tensor(TensorHandle(np.array([number], dtype), like.dtype), like.type)
 
+    def broadcast_once(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        """Broadcast, but leave it to numpy to spread a scalar over a block."""
+        of_left, of_right = lhs.type, rhs.type
+        if of_left is of_right:
+            return lhs, rhs
+        if of_left.is_block() != of_right.is_block():
+            if of_left.is_block():
+                return lhs, spread(rhs, of_left)
+            return spread(lhs, of_right), rhs
+        return broadcast(lhs, rhs)
+
+    def spread(scalar: Any, block: Any) -> Any:
+        data = scalar.handle.data
+        kind = tl.int1 if data.dtype == np.bool_ else scalar.dtype  # a comparison has the dtype of what it compares
+        data = data.astype(triton_interpreter._get_np_dtype(kind), copy=False)
+        return tensor(TensorHandle(data, kind), block.with_element_ty(kind))
+
+    def unwrap_once(o: Any) -> Any:
+        kind = type(o)
+        return o if kind in plain else o.value if kind is core.constexpr else unwrap(o)
+
     def check_two_operands(lhs: Any, rhs: Any, *rules: Any, **more: Any) -> tuple[Any, Any]:
         if not isinstance(lhs, tensor):
             constant = make_constant(rhs, lhs) if isinstance(rhs, tensor) else None
@@ -129,9 +164,9 @@ def _keep_types() -> None:
     tl.block_type.__new__, tl.block_type.__init__ = new_block, init_block_once
     tensor.__init__, TensorHandle.__post_init__ = init_tensor, lambda self: None
     tl.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
-    core._unwrap_if_constexpr = lambda o: o if type(o) is tensor else unwrap(o)
+    core._unwrap_if_constexpr = unwrap_once
     semantic.binary_op_type_checking_impl = check_two_operands
-    semantic.broadcast_impl_value = lambda lhs, rhs: (lhs, rhs) if lhs.type is rhs.type else broadcast(lhs, rhs)
+    semantic.broadcast_impl_value = broadcast_once
     semantic.builder.options = replace(semantic.builder.options, sanitize_overflow=False)
 
 
