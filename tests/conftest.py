@@ -1,4 +1,7 @@
-"""Fixtures shared by all tests: tiny random models, and SmolLM2 where its package is installed."""
+"""Fixtures shared by all tests: tiny random models, and SmolLM2 where its package is installed.
+
+What takes seconds to import is imported where it is needed: the process that hands out tests to others runs none.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,17 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import library_settings  # noqa: F401  # before all that imports torch
 import pytest
-import tiny
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ngramspec.engine import background_compiler
-from ngramspec.engine.llm_engine import Engine
-from ngramspec.models import loader
-from ngramspec.models import smollm2 as smollm2_package
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ngramspec.engine.llm_engine import Engine
+    from ngramspec.models import loader
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -54,7 +56,11 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """Compile ahead if a test makes an engine: speculation, which many of them measure, joins only once its code is compiled."""
     modules = {getattr(item, "module", None) for item in session.items}
     makes_engines = any({"Engine", "tiny_engine"} & vars(module).keys() for module in modules if module)
-    if makes_engines and not session.config.option.collectonly and not background_compiler.is_compiled():
+    if not makes_engines or session.config.option.collectonly:
+        return
+    from ngramspec.engine import background_compiler
+
+    if not background_compiler.is_compiled():
         with contextlib.suppress(OSError):  # what cannot be kept is compiled where it is called
             background_compiler.compile_all(print)
 
@@ -62,16 +68,22 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., PreTrainedModel]:
     """`tiny_model(arch, seed=0, **config)`: see tiny.ARCHITECTURES for the families."""
+    import tiny
+
     return tiny.tiny_model
 
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> PreTrainedTokenizerBase:
+    import tiny
+
     return tiny.byte_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def word_tokenizer() -> PreTrainedTokenizerBase:
+    import tiny
+
     return tiny.word_tokenizer()
 
 
@@ -94,6 +106,8 @@ def real_model() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
+    from ngramspec.models import smollm2 as smollm2_package
+
     if importlib.util.find_spec(smollm2_package.SMOLLM2_PACKAGE) is None:
         pytest.skip(f"smollm2 is not installed: {smollm2_package.SMOLLM2_COMMAND}")
     return smollm2_package.smollm2_gguf()
@@ -102,17 +116,23 @@ def smollm2_gguf() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path) -> loader.LoadedModel:
     """SmolLM2 in fp32. Shared: a test that changes the model loads its own from `smollm2_gguf`."""
+    from ngramspec.models import loader
+
     return loader.load_model(str(smollm2_gguf))
 
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
+    from ngramspec.models import loader
+
     return loader.load_tokenizer(str(smollm2_gguf))
 
 
 @pytest.fixture(scope="session")
 def smollm2_engine(smollm2_gguf: Path) -> Iterator[Engine]:
     """An engine on SmolLM2 with a small pool; it leaves nothing behind."""
+    from ngramspec.engine.llm_engine import Engine
+
     with Engine(str(smollm2_gguf), max_seqs=16, max_model_len=2048, kv_memory=512 << 20) as engine:
         yield engine
         assert not engine.core.scheduler.has_work
