@@ -46,7 +46,9 @@ demo: $(READY)
 	$(BIN)/python -m tools.demo
 
 # Compiled once for all processes of tests, of which there is one more than the two cores that CI has: many tests wait. What measures a
-# server runs by itself.
+# server runs by itself. Each of hundreds of processes would compile our modules, and each process of tests rewrite the tests' assertions,
+# where a container has Python write no bytecode.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
 	$(BIN)/ngramspec warm-up
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/server/test_load.py
