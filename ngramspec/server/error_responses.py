@@ -90,8 +90,10 @@ class ApiError(Exception):
         self.type = type or _TYPES.get(status, INVALID if status < 500 else "server_error")
         self.headers, self.more = dict(headers or {}), dict(more or {})
 
-    def response(self, path: str) -> JSONResponse:
-        """Return the response at this path of the server."""
+    def response(self, scope: Mapping[str, Any]) -> JSONResponse:
+        """Return the response to the request with this ASGI scope."""
+        names = {name for name, _ in scope.get("headers", ())}
+        path = "/v1/messages" if b"anthropic-version" in names else scope["path"]  # its clients ask for models, too
         return JSONResponse(choose_error_format(path)[0](self), self.status, self.headers)
 
 
@@ -212,7 +214,7 @@ def install_error_handlers(app: FastAPI) -> None:
         note_refusal(request.scope, error)
         if error.status == 400:
             request.app.state.server.metrics.refused("invalid")
-        return error.response(request.scope["path"])
+        return error.response(request.scope)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
         return await known(request, translate_error(error))
@@ -223,10 +225,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return translate_http_error(error, request).response(request.scope["path"])
+        return translate_http_error(error, request).response(request.scope)
 
     async def gone(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(CLIENT_GONE, "the client went away").response(request.scope["path"])
+        return ApiError(CLIENT_GONE, "the client went away").response(request.scope)
 
     app.add_exception_handler(ApiError, known)
     app.add_exception_handler(InvalidInputError, refuse)

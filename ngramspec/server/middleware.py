@@ -103,7 +103,7 @@ class RequestMiddleware:
                     self.metrics.refused(BODIES_FULL)
                 elif error.status != 429:  # which the admission queue has counted
                     self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
-                send_refusal = error.response(scope["path"])
+                send_refusal = error.response(scope)
                 await (_close_late(send_refusal) if "Connection" in error.headers else send_refusal)(scope, receive, answer)
             else:
                 placeholder = b"null" if body else b""  # routes take the body as parsed; nobody holds its bytes
@@ -113,7 +113,7 @@ class RequestMiddleware:
         except Exception:
             log.exception("request %s failed", name)
             if not status:
-                await error_responses.make_internal_error().response(scope["path"])(scope, receive, answer)
+                await error_responses.make_internal_error().response(scope)(scope, receive, answer)
         finally:
             self._leave(scope)
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")

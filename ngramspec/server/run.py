@@ -233,7 +233,7 @@ class LoadingApp:
         else:
             error = ApiError(503, "the model is being loaded", code="loading", headers=retry_after(2))
             page = HTMLResponse(LOADING, 503, {**error.headers, "Cache-Control": "no-store"})
-            await (page if scope["path"] == "/" else error.response(scope["path"]))(scope, receive, send)
+            await (page if scope["path"] == "/" else error.response(scope))(scope, receive, send)
 
 
 def accept_absolute_targets(app: ASGIApp) -> ASGIApp:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from ngramspec.outputs import TokenLogprob
+from ngramspec.outputs import Choice, Delta, TokenLogprob
 from ngramspec.tokenizer.detokenizer import SpecialTokens, TextStream
 
 # OpenAI's word for "very unlikely"; JSON has no infinity.
@@ -70,6 +70,13 @@ class TokenIdTexts(TokenTexts):
 
     def text(self, token: int) -> str:
         return f"token_id:{token}"
+
+
+def split_end_logprob(part: Choice | Delta) -> tuple[list[TokenLogprob], list[TokenLogprob]]:
+    """Return the log-probabilities of a part's tokens, and apart from them that of a token that ends the text and says nothing."""
+    found = part.logprobs or []
+    ends = bool(found) and part.finish_reason == "stop" and not part.texts[-1]
+    return (found[:-1], found[-1:]) if ends else (found, [])
 
 
 def describe_prompt_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:

@@ -5,6 +5,7 @@ Checked fields enter, a `Toolbox` and the calls of earlier messages leave. Knows
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,7 @@ class FunctionDeclared(StrictModel):
 class ToolDeclared(StrictModel):
     type: str
     function: FunctionDeclared | None = None
+    custom: Any = None
 
 
 class FunctionNamed(StrictModel):
@@ -37,6 +39,7 @@ class FunctionNamed(StrictModel):
 class ToolNamed(StrictModel):
     type: str
     function: FunctionNamed | None = None
+    custom: Any = None
 
 
 class AllowedTools(StrictModel):
@@ -58,10 +61,16 @@ class FunctionCalled(StrictModel):
     arguments: str
 
 
+class CustomCalled(StrictModel):
+    name: str
+    input: str
+
+
 class ToolCalled(StrictModel):
     id: str
     type: str | None = None
     function: FunctionCalled | None = None
+    custom: CustomCalled | None = None
 
 
 def read_toolbox(
@@ -80,6 +89,8 @@ def read_toolbox(
 def _read_tool(declared: ToolDeclared, where: str) -> DeclaredTool:
     if declared.type != "function":
         why = f"only tools of type 'function', got {declared.type[:40]!r}"
+        if declared.type == "custom":  # no chat template has a form for calls whose input is free text
+            why += "; declare a function with one parameter that is a string"
         raise make_field_error(f"{where}.type", why, "not_supported")
     function = require(declared.function, f"{where}.function")
     return DeclaredTool(function.name, function.description or "", function.parameters, bool(function.strict), where)
@@ -104,7 +115,10 @@ def read_calls(calls: Sequence[ToolCalled] | None, where: str) -> tuple[Call, ..
     """Return the calls of a message of the assistant. Raises ApiError (400)."""
     made = []
     for i, call in enumerate(calls or ()):
-        if call.type not in (None, "function") or call.function is None:
-            raise make_field_error(f"{where}.tool_calls[{i}]", "must be of type 'function', with a function")
-        made.append(Call(call.id, call.function.name, call.function.arguments))
+        if call.type == "custom" and call.custom is not None:
+            made.append(Call(call.id, call.custom.name, json.dumps({"input": call.custom.input})))
+        elif call.type in (None, "function") and call.function is not None:
+            made.append(Call(call.id, call.function.name, call.function.arguments))
+        else:
+            raise make_field_error(f"{where}.tool_calls[{i}]", "must be of type 'function', with a function, or of type 'custom'")
     return tuple(made)

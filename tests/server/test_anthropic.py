@@ -247,6 +247,16 @@ def test_why_an_answer_ends(calling: httpx.Client) -> None:
     assert (stopped["content"][0]["text"], stopped["stop_reason"], stopped["stop_sequence"]) == ("Wai", "stop_sequence", "t.")
 
 
+def test_its_clients_get_its_errors_on_every_route(client: httpx.Client) -> None:
+    for path, status in (("/v1/models/x", 404), ("/v1/files", 404), ("/v1/embeddings", 400), ("/v1/chat/completions", 405)):
+        answer = client.get(path, headers={"anthropic-version": "2023-06-01"})
+        assert answer.status_code == status, answer.text
+        assert answer.json()["type"] == "error"
+        assert answer.json()["error"].keys() == {"type", "message"}
+        assert "param" in client.get(path).json()["error"]
+    assert isinstance(client.post("/api/chat", json={}, headers={"anthropic-version": "2023-06-01"}).json()["error"], dict)
+
+
 def test_an_error_is_the_last_event(start_server: Callable[..., Server], calling: httpx.Client) -> None:
     """The model's script ends with the context: what the engine cannot go on with is told in Anthropic's words."""
     unknown = calling.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})

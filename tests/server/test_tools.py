@@ -433,6 +433,7 @@ def test_strict_tools_hold_what_is_called_in_free_text(template: str, api: opena
 CALLED = {"id": "1", "function": {"name": "f", "arguments": ""}}
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("tools[0].type", {"tools": [{"type": "retrieval"}]}),
+    ("tools[0].type: only tools of type 'function', got 'custom'; declare", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}),
     ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [declared("", {})]}),
     ("tools[0].function.name", {"tools": [declared("a b", {})]}),
@@ -466,7 +467,7 @@ def test_what_is_wrong_is_named(client: httpx.Client) -> None:
         answer = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1} | given)
         assert answer.status_code == 400, (param, answer.text)
         error = answer.json()["error"]
-        assert (error["param"] or "").startswith(param), (param, given, error)
+        assert (error["param"] or "").startswith(param.partition(":")[0]), (param, given, error)
         assert error["message"].startswith(param), error
 
 
@@ -489,3 +490,20 @@ def test_aliases(client: httpx.Client) -> None:
     one, other = (client.post(f"{prefix}/chat/completions", json=body).json() for prefix in ("", "/v1"))
     assert one["choices"] == other["choices"]
     assert client.post("/responses", json={"input": "a", "max_output_tokens": 3}).json()["object"] == "response"
+
+
+def test_what_the_assistant_said_elsewhere_is_in_the_prompt(client: httpx.Client) -> None:
+    """Histories of other servers hold refusals, as a field or a part, and calls whose input is free text."""
+    custom = {"id": "1", "type": "custom", "custom": {"name": "edit", "input": "a\nb"}}
+    for said, told in (
+        ({"content": None, "refusal": "I will not."}, "I will not."),
+        ({"content": "", "refusal": "I will not."}, "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
+        ({"content": "Yes.", "refusal": None}, "Yes."),
+        ({"content": None, "tool_calls": [custom]}, '{"input": "a\\nb"}'),
+    ):
+        made = client.post("/apply-template", json={"messages": [*MESSAGES, {"role": "assistant", **said}, *MESSAGES]})
+        assert made.status_code == 200, made.text
+        assert f"<|im_start|>assistant\n{told}" in made.json()["prompt"] or (told in made.json()["prompt"] and "tool_calls" in said)
+    for name in ("system", "user"):
+        assert client.post("/apply-template", json={"messages": [{"role": name, "refusal": "No."}]}).status_code == 400

@@ -44,6 +44,7 @@ from ngramspec.server.queue import Piece
 from ngramspec.server.request_fields import check_grammar, read_grammar
 from ngramspec.server.sse import GENERATES_LINES, JsonLines
 from ngramspec.server.state import ServerState, model_not_found
+from ngramspec.server.token_strings import split_end_logprob
 from ngramspec.server.tool_fields import read_toolbox
 
 Who = Annotated[Identity, Depends(identify)]
@@ -211,9 +212,7 @@ class _OllamaHandler(CompletionHandler):
 
     def _describe_logprobs(self, part: Delta | Choice) -> dict[str, Any]:
         """Return the log-probabilities of a part's tokens, but for one that ends the text and says nothing."""
-        found = part.logprobs or []
-        if found and part.finish_reason == "stop" and not part.texts[-1]:
-            found = found[:-1]
+        found, _ = split_end_logprob(part)
         return {"logprobs": describe_logprobs(self._state.texts, found)["content"]} if found else {}
 
     def _finish(self, completion: Completion) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.queue import Piece
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
-from ngramspec.server.token_strings import TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite
+from ngramspec.server.token_strings import TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite, split_end_logprob
 from ngramspec.server.tool_fields import read_calls, read_toolbox
 
 KIND = "chat.completion"
@@ -203,9 +203,9 @@ class _ChatHandler(CompletionHandler):
                     completions += [] if delta.completion is None else [delta.completion]
                 continue
             parser = parsers[delta.index]
-            logprobs, of_end = delta.logprobs, None
-            if logprobs and delta.finish_reason == "stop" and len(logprobs) > 1 and not (delta.texts[-1] or self.continuous_usage):
-                logprobs, of_end = logprobs[:-1], logprobs[-1:]  # the token that ended the text is told behind it, as in vLLM
+            logprobs, of_end = delta.logprobs, list[TokenLogprob]()
+            if len(logprobs or ()) > 1 and not self.continuous_usage:  # the token that ended the text is told behind it, as in vLLM
+                logprobs, of_end = split_end_logprob(delta)
             extras = {"logprobs": self._logprobs(logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
             told = not (delta.token_ids and (self._logprobs_asked or self.sources or self.token_ids))
             chunks: list[dict[str, Any]] = []
@@ -252,7 +252,7 @@ def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) ->
         if len(turns) > 1 and turns[-2].role == ASSISTANT:
             raise make_field_error("messages", "the answer goes on with the assistant's message at the end; here are two")
         answer_follows, goes_on = False, True
-        content = join_text(body.messages[-1].content or "", f"messages[{len(turns) - 1}].content", PARTS * 2)  # as in llama.cpp
+        content = _read_content(body.messages[-1], f"messages[{len(turns) - 1}]", PARTS * 2)  # as in llama.cpp
         turns[-1] = turns[-1]._replace(content=content)
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
@@ -307,10 +307,19 @@ def join_text(content: str | Sequence[Part], where: str, separator: str = "") ->
         return content
     texts = []
     for i, part in enumerate(content):
-        if part.type != "text":
+        if part.type not in ("text", "refusal"):
             raise make_field_error(f"{where}[{i}]", f"only parts of type 'text', got {part.type[:40]!r}", "not_supported")
-        texts.append(require(part.text, f"{where}[{i}].text"))
+        texts.append(require(getattr(part, part.type), f"{where}[{i}].{part.type}"))
     return separator.join(texts)
+
+
+def _read_content(message: Message, where: str, separator: str) -> str:
+    """Return what a message says. A refusal is what the assistant said. Raises ApiError (400)."""
+    given = message.content or ""
+    if message.role == TOOL and not isinstance(given, str):
+        given = [part.name_media() for part in given]
+    said = [join_text(given, f"{where}.content", separator), message.refusal if message.role == ASSISTANT else None]
+    return separator.join(filter(None, said))
 
 
 def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
@@ -324,12 +333,9 @@ def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
     calls = read_calls(message.tool_calls, where)
     if calls and role != ASSISTANT:
         raise make_field_error(f"{where}.tool_calls", "only the assistant calls tools")
-    if message.content is None and not calls:
+    content = _read_content(message, where, PARTS)
+    if message.content is None and not (calls or content):
         raise make_field_error(f"{where}.content", "is missing")
-    given = message.content or ""
-    if role == TOOL and not isinstance(given, str):
-        given = [part.name_media() for part in given]
-    content = join_text(given, f"{where}.content", PARTS)
     if role != TOOL:
         return Turn(role, content, calls, thoughts=(message.reasoning_content or message.reasoning or "") if role == ASSISTANT else "")
     number = require(message.tool_call_id, f"{where}.tool_call_id")

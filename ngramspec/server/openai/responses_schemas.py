@@ -38,23 +38,19 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
 
 
-class Text(Part):
-    refusal: str | None = None
-
-
 class InputItem(StrictModel):
     """A message, thoughts, a call that the assistant made, its result, or a reference to one of these by its `id`."""
 
     type: str | None = None
     id: str | None = None
     role: str | None = None
-    content: str | Items[Text] | None = None
-    summary: Items[Text] | None = None
+    content: str | Items[Part] | None = None
+    summary: Items[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | Items[Text] | None = None
+    output: str | Items[Part] | None = None
 
 
 class FlatTool(FunctionDeclared):
@@ -175,7 +171,7 @@ class ResponsesRequest(OpenAIRequest):
         return read_toolbox(declared, choice, self.parallel_tool_calls, others=True)
 
     @staticmethod
-    def _list_thoughts(item: InputItem) -> list[Text]:
+    def _list_thoughts(item: InputItem) -> list[Part]:
         """Return the parts of a chain of thought: its text, or else its summary."""
         return (item.content if isinstance(item.content, list) else None) or item.summary or []
 
@@ -239,7 +235,7 @@ def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
             raise make_field_error(f"{where}.type", f"must be {kinds}, got {other[:40]!r}", "not_supported")
 
 
-def _text(content: str | list[Text], where: str) -> str:
+def _text(content: str | list[Part], where: str) -> str:
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):

@@ -86,6 +86,8 @@ class CompletionRequest(ServerFields, OpenAIRequest):
 class Part(StrictModel):
     type: str
     text: str | None = None
+    refusal: str | None = None
+    """What the assistant said instead of an answer, in parts of type `refusal`."""
 
     def name_media(self) -> Self:
         """Return a part of a tool's result: a text that names it if no model can read it here."""
@@ -103,6 +105,8 @@ class Message(StrictModel):
     reasoning_content: str | None = None
     """What the assistant thought before, for templates that show it."""
     reasoning: str | None = None
+    refusal: str | None = None
+    """What the assistant said instead of an answer."""
     function_call: Any = None
 
 
