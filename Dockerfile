@@ -35,6 +35,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY datastore datastore
 COPY ngramspec ngramspec
 RUN pip install --no-cache-dir '.[all]'
+# Machine code for all processors of the builder's level (x86-64-v3 or v4).
+RUN ngramspec warm-up --portable || test "$(uname -m)" != x86_64
 
 FROM base
 COPY --from=build /opt/ngramspec /opt/ngramspec
@@ -48,7 +50,7 @@ ENV NGRAMSPEC_CACHE=/cache/ngramspec \
     PYTHONUNBUFFERED=1 \
     NGRAMSPEC_HOST=0.0.0.0 \
     NGRAMSPEC_PORT=8000
-# For processors like the one that builds the image; others compile at their first start. A new volume begins with what is there.
+# Where there is no such level: for processors like the one that builds the image. Others compile at their first start.
 RUN ngramspec warm-up
 VOLUME /cache
 EXPOSE 8000

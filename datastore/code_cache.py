@@ -3,7 +3,8 @@
 `njit` is numba's decorator with a cache of our own on the one dispatcher that it returns; nothing of numba is patched. A file that is
 truncated or altered is compiled again, and replaced, which is logged once. If no folder can be written, functions are compiled for this
 process only, which is logged once. Several processes may compile into one folder at once: a file's name follows from the function, its
-version and the types of its arguments, and it appears by rename. The module does not know what is compiled.
+version, the processor and the types of its arguments, and it appears by rename. What is in no folder may have come with the package
+(`bundled_code`). The module does not know what is compiled.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import glob
 import hashlib
 import logging
+import os
 import pickle
 import tempfile
 import threading
@@ -25,12 +27,14 @@ import numba
 from numba.core.caching import CompileResultCacheImpl, InTreeCacheLocator, NullCache, UserProvidedCacheLocator
 from numba.core.serialize import dumps
 
+from . import bundled_code
 from .cache_dir import cache_dir
 from .code_digest import compute_code_digest
 
 log = logging.getLogger(__name__)
 SUFFIX = ".nbc"  # of a file of machine code, as numba has it
 _DIGEST = hashlib.sha256().digest_size
+_Processor = tuple[str, str, str]  # what LLVM compiles for: system, name of the processor, features
 _turn = threading.Lock()
 _folders: set[Path] = set()  # where this process looks for machine code
 _caches: dict[Callable[..., Any], CodeCache] = {}  # by function
@@ -73,6 +77,7 @@ def _take_turns(dispatcher: Any) -> Callable[..., Any]:
 
 def clear_all() -> None:
     """Remove all machine code that this process could load, so that it is compiled again."""
+    bundled_code.switch_off()
     for folder in _folders:
         clear_folder(folder)
 
@@ -82,20 +87,19 @@ def clear_folder(folder: Path) -> None:
     _remove(folder.glob(f"*{SUFFIX}"))
 
 
-def make_cache(py_func: Callable[..., Any]) -> CodeCache | NullCache:
-    """Return a function's cache, or one that keeps nothing if no folder can be written."""
-    try:
-        _caches[py_func] = CodeCache(py_func)
-        return _caches[py_func]
-    except RuntimeError:  # raised by numba if every locator has declined
-        report_unusable()
-        return NullCache()
+def make_cache(py_func: Callable[..., Any]) -> CodeCache:
+    """Return a function's cache, which keeps nothing if no folder can be written."""
+    _caches[py_func] = CodeCache(py_func)
+    return _caches[py_func]
 
 
 def is_kept(dispatcher: Any) -> bool:
-    """Return whether machine code of this version of a compiled function is on disk, none of it damaged. Remove what is damaged."""
+    """Return whether machine code of this version of a compiled function, for this processor, is on disk, and none of it damaged.
+
+    Remove what is damaged.
+    """
     cache = _caches.get(dispatcher.py_func)
-    return cache is not None and cache.has_files()
+    return cache is not None and cache.has_files(dispatcher.targetctx.codegen())
 
 
 def is_writable(dispatcher: Any) -> bool:
@@ -113,17 +117,16 @@ def is_writable(dispatcher: Any) -> bool:
 class CodeCache(NullCache):
     """The compiled variants of one function, a file each: a SHA-256 digest, then the pickled signature and code.
 
-    The digest covers numba's version, the function's source file and the code of all that it calls as well, so that code of another version
-    is not even unpickled.
+    The digest covers numba's version, the text of the function's source file and the code of all that it calls as well, so that code of
+    another version is not even unpickled.
     Saving a variant removes the function's files of earlier versions, wherever in the module it was, so that edits and upgrades do not pile
     up machine code.
     """
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
-        """Raises RuntimeError if no folder can be written."""
         self._py_func, self._impl = py_func, _CacheImpl(py_func)
         self._folder = Path(self._impl.locator.get_cache_path())
-        self._stamp = dumps((numba.__version__, self._impl.locator.get_source_stamp()))
+        self._stamp = numba.__version__.encode() + _digest_file(Path(py_func.__code__.co_filename))
         self._enabled = True
         _folders.add(self._folder)
 
@@ -145,27 +148,30 @@ class CodeCache(NullCache):
         target_context.refresh()
         if not self._enabled:
             return None
-        key = self._make_key(sig, target_context.codegen())
-        try:
-            content = self._read_content(self._make_path(key))
-        except OSError:
-            return None
-        if content is None:
-            report_damaged()
-            return None
-        try:
-            of, payload = pickle.loads(content)
-        except (AttributeError, ImportError):  # the function is as it was, but a type of its arguments has moved
-            return None
-        return self._impl.rebuild(target_context, payload) if of == key else None
+        for folder, processor in self._list_sources(target_context.codegen()):
+            key = self._make_key(sig, processor)
+            try:
+                content = self._read_content(folder / self._make_name(key))
+            except OSError:
+                continue
+            if content is None:
+                report_damaged()
+                continue
+            try:
+                of, payload = pickle.loads(content)
+            except (AttributeError, ImportError):  # the function is as it was, but a type of its arguments has moved
+                continue
+            if of == key:
+                return self._impl.rebuild(target_context, payload)
+        return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled for a signature, if the folder can be written."""
         if not self._enabled or not self._impl.check_cachable(data):
             return
-        key = self._make_key(sig, data.codegen)
+        key = self._make_key(sig, data.codegen.magic_tuple())
         content = dumps((key, self._impl.reduce(data)))
-        path = self._make_path(key)
+        path = self._folder / self._make_name(key)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             _remove(path for path in self._find_files() if not path.name.startswith(self._name))
@@ -197,28 +203,61 @@ class CodeCache(NullCache):
     def _compute_digest(self, content: bytes) -> bytes:
         return hashlib.sha256(self._version + content).digest()
 
-    def has_files(self) -> bool:
-        """Return whether any variant of this version is on disk, and none of them damaged. Remove those, so that they count once."""
-        paths = [path for path in self._find_files() if path.name.startswith(self._name)]
-        damaged = []
-        for path in paths:
-            with contextlib.suppress(OSError):
-                if self._read_content(path) is None:
-                    damaged.append(path)
+    def has_files(self, codegen: Any) -> bool:
+        """Return whether any variant of this version for this processor is on disk, and none of them damaged.
+
+        Remove damaged ones of the user's, so that they count once.
+        """
+        own, *bundled = (
+            list(folder.glob(f"{glob.escape(self._name_variants(processor))}*")) for folder, processor in self._list_sources(codegen)
+        )
+        damaged = [path for path in own if self._is_damaged(path)]
         _remove(damaged)
-        return bool(paths) and not damaged
+        return not damaged and any(map(bool, (own, *bundled)))
+
+    def _is_damaged(self, path: Path) -> bool:
+        try:
+            return self._read_content(path) is None
+        except OSError:
+            return False
 
     def _find_files(self) -> Iterator[Path]:
         name, _, line = self._impl.filename_base.rpartition("-")  # "module.function-116.py311": its first line, and Python's version
         return self._folder.glob(f"{glob.escape(name)}-*.{line.partition('.')[2]}.*{SUFFIX}")
 
-    def _make_path(self, key: Any) -> Path:
-        return self._folder / f"{self._name}{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}{SUFFIX}"
+    def _list_sources(self, codegen: Any) -> list[tuple[Path, _Processor]]:
+        """Return where code for this processor may be, and what it was compiled for: the user's first, then what came with the package."""
+        host = codegen.magic_tuple()
+        sources = [(self._folder, host)]
+        if (folder := bundled_code.get_folder()) and (level := bundled_code.find_level()):
+            sources.append((folder, (host[0], *level)))
+        return sources
 
-    def _make_key(self, sig: Any, codegen: Any) -> Any:
+    def _name_variants(self, processor: _Processor) -> str:
+        """Return what the names of all variants for a processor begin with."""
+        return f"{self._name}{_hash_short(processor)}-"
+
+    def _make_name(self, key: tuple[Any, _Processor, str]) -> str:
+        return f"{self._name_variants(key[1])}{_hash_short(key, 16)}{SUFFIX}"
+
+    def _make_key(self, sig: Any, processor: _Processor) -> tuple[Any, _Processor, str]:
         """Return what tells variants apart: types of the arguments, processor, and what the function closes over."""
         cells = tuple(cell.cell_contents for cell in self._py_func.__closure__ or ())
-        return sig, codegen.magic_tuple(), hashlib.sha256(dumps(cells)).hexdigest()
+        return sig, processor, hashlib.sha256(dumps(cells)).hexdigest()
+
+
+def _hash_short(value: Any, n: int = 8) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:n]
+
+
+def _digest_file(path: Path) -> bytes:
+    status = path.stat()
+    return _digest_once(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.cache
+def _digest_once(path: Path, *_changed: int) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
 
 
 class _CheckedOnce:
@@ -267,8 +306,20 @@ class _UserCacheLocator(_CheckedOnce, UserProvidedCacheLocator):
         return locator
 
 
+class _NoLocator(UserProvidedCacheLocator):
+    """Stands for a folder if none can be written: reading finds nothing there, and writing raises OSError."""
+
+    def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
+        super().__init__(py_func, py_file)
+        self._cache_path = os.devnull
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _NoLocator:
+        return cls(py_func, py_file)
+
+
 class _CacheImpl(CompileResultCacheImpl):
-    _locator_classes = (_EnvironmentLocator, _PackageLocator, _UserCacheLocator)
+    _locator_classes = (_EnvironmentLocator, _PackageLocator, _UserCacheLocator, _NoLocator)
 
 
 def _remove(paths: Iterable[Path]) -> None:

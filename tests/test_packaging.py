@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from packaging.requirements import Requirement
 
 import ngramspec
 from ngramspec.cli.common import missing_packages
+from tools import build_wheel
 
 ROOT = Path(__file__).parent.parent
 
@@ -112,3 +114,19 @@ def test_a_source_package_holds_what_is_tracked(tmp_path: Path) -> None:
     with tarfile.open(package) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert set(tracked) - held <= {".gitignore"}
+
+
+def test_a_wheel_carries_machine_code_and_the_tags_of_who_can_load_it(tmp_path: Path) -> None:
+    source = build_wheel.copy_sources(tmp_path / "source")
+    code = source / "datastore" / "machine_code" / "x86-64-v3" / "some.nbc"
+    code.parent.mkdir(parents=True)
+    code.write_bytes(b"code")
+    build_wheel.pack_wheel(source, tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert wheel.name == f"ngramspec-{ngramspec.__version__}-{python}-none-{build_wheel.SYSTEM}.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        assert archive.read("ngramspec/datastore/machine_code/x86-64-v3/some.nbc") == b"code"
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ngramspec").rglob("*.py")}
+    assert not {name for name in modules if name not in held}

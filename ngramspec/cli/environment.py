@@ -18,7 +18,7 @@ from ngramspec.options import Flag, Integer, Number, Option, options_of
 PREFIX = "NGRAMSPEC_"
 # Variables that are neither a setting of the engine nor one of the server.
 OTHERS = frozenset(
-    {"MODEL", "DATASTORES", "REPOS", "CACHE", "UNTESTED_HOSTS", "TEST_MODELS", "VLLM", "HF_REPO", "API_KEY"}
+    {"MODEL", "DATASTORES", "REPOS", "CACHE", "BUNDLED_CODE", "UNTESTED_HOSTS", "TEST_MODELS", "VLLM", "HF_REPO", "API_KEY"}
 )  # the last: Zed's
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 

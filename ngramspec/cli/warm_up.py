@@ -18,6 +18,14 @@ def warm_up(
             "-m",
         ),
     ] = None,
+    portable: Annotated[
+        bool,
+        common.option(
+            "Model",
+            "Compile for all processors of this one's level (x86-64-v3 or v4), into the package: for images that run elsewhere.",
+            "--portable",
+        ),
+    ] = False,
     quiet: Annotated[bool, common.option("Output", "No progress.", "--quiet", "-q")] = False,
 ) -> None:
     """Compile for this processor what the engine runs, so that no later start has to. Once per installation.
@@ -29,6 +37,8 @@ def warm_up(
       ngramspec warm-up
 
       ngramspec warm-up --model ./my-model.gguf
+
+      ngramspec warm-up --portable
     """
     from ngramspec.cli import screen
 
@@ -36,9 +46,15 @@ def warm_up(
         common.check_model(model)
     started = time.monotonic()
     with screen.show_progress(quiet) as progress:
-        from ngramspec.engine.background_compiler import compile_all
+        if portable:
+            from ngramspec.datastore import bundled_code
+            from ngramspec.engine.portable_code import compile_portable
 
-        compile_all(progress)
+            compile_portable(bundled_code.FOLDER, progress)
+        else:
+            from ngramspec.engine.background_compiler import compile_all
+
+            compile_all(progress)
         if model is not None:
             common.open_engine(model, progress=progress).close()
     if not quiet:

@@ -237,7 +237,7 @@ def test_looking_up_a_datastore_compiles_nothing(tmp_path: Path) -> None:
 def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(code_cache.CodeCache, "cache_path", property(lambda _: str(tmp_path / "file" / "numba")))
-    monkeypatch.setattr(code_cache.CodeCache, "has_files", lambda _: False)
+    monkeypatch.setattr(code_cache.CodeCache, "has_files", lambda *_: False)
     assert background_compiler.start_compiling(CompiledFor("float16"), lambda _: None) is None
     with pytest.raises(OSError, match="cannot be kept"):
         background_compiler.compile_all(lambda _: None)

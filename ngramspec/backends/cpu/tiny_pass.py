@@ -7,6 +7,7 @@ the formats of its weights. Knows no request.
 from __future__ import annotations
 
 from functools import partial
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ import numpy as np
 from ngramspec.backends.cpu import packing
 from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.codegen.kernels import Kernels
-from ngramspec.backends.cpu.formats import QUANTISED, get_format
+from ngramspec.backends.cpu.codegen.targets import Target
+from ngramspec.backends.cpu.formats import QUANTISED, PlainFormat, QuantFormat, get_format
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder, NativeLlamaForward
-from ngramspec.backends.cpu.llama_layers import LayerWeights, ModelOptions, OutsideWeights
+from ngramspec.backends.cpu.llama_layers import GELU, PLAIN_GELU, SILU, SQUARED_RELU, LayerWeights, ModelOptions, OutsideWeights
 from ngramspec.backends.cpu.llama_runner import CpuOptions, make_pool
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, choose_codes, unpack_rows
 from ngramspec.backends.cpu.row_loops import activate_rows, norm_rows
@@ -49,6 +51,21 @@ def compile_kernels(gguf: str, int8: bool, folder: Path) -> None:
         fmt = get_format(kind)
         kernels.get_row_functions(fmt, choose_codes(fmt, int8) > 0)
         kernels.get_row_functions(fmt, int8=False, few=int8)
+
+
+def compile_all_kernels(target: Target, folder: Path) -> None:
+    """Compile the products of all formats for a target, and what most models compute between products, and keep them in `folder`."""
+    kernels = Kernels(target, folder)
+    for fmt in (*QUANTISED.values(), *PlainFormat):
+        if isinstance(fmt, QuantFormat):
+            kernels.get_row_functions(fmt, int8=True)
+        for few in (False, True):
+            kernels.get_row_functions(fmt, int8=False, few=few)
+        kernels.get_unpack(fmt)
+    for kind, other in combinations_with_replacement(QUANTISED.values(), 2):
+        kernels.get_quantise((kind, other))
+    for name in (SILU, GELU, PLAIN_GELU, SQUARED_RELU):
+        kernels.get_activation(name)
 
 
 def compile_modules(folder: Path) -> None:

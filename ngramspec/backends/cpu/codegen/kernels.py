@@ -24,6 +24,7 @@ from ngramspec.backends.cpu.codegen.emitter import LONG, Emitter
 from ngramspec.backends.cpu.codegen.products import emit_float32, emit_int8, emit_unpack
 from ngramspec.backends.cpu.codegen.targets import Target, get_host_target
 from ngramspec.backends.cpu.formats import LINE, QuantFormat, WeightFormat
+from ngramspec.datastore import bundled_code
 
 INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # Row counts with a kernel of their own; other counts are made up of these.
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
@@ -36,7 +37,7 @@ N_ARGUMENTS = 13
 
 
 class CompiledModules:
-    """Machine code compiled for a target, cached in a folder for the next start (None: not cached)."""
+    """Machine code compiled for a target, cached in a folder for the next start or bundled with the package (None: always compiled)."""
 
     def __init__(self, target: Target, folder: Path | None = None) -> None:
         binding.initialize_native_target()
@@ -47,9 +48,8 @@ class CompiledModules:
 
     def compile(self, name: str, source: Callable[[], str]) -> Callable[[str], int]:
         """Return a function from names to addresses for the module that `source` writes; `name` identifies it within this version."""
-        key = hashlib.sha256(f"{name} {self.target} {llvmlite.__version__} {_compute_source_digest()}".encode()).hexdigest()[:24]
-        path = self._folder / f"{key}.o" if self._folder else None
-        kept = _read_object(path)
+        path = self._folder / _name_object(name, self.target) if self._folder else None
+        kept = _read_object(path) or self._read_bundled(name)
         if kept is None:
             module = binding.parse_assembly(source())
             module.verify()
@@ -63,6 +63,10 @@ class CompiledModules:
         engine.finalize_object()
         self._engines.append(engine)
         return engine.get_function_address
+
+    def _read_bundled(self, name: str) -> bytes | None:
+        folder, level = bundled_code.get_folder(), bundled_code.find_level()
+        return _read_object(folder / _name_object(name, self.target.cover_level(level))) if folder and level and self._folder else None
 
     def _new_machine(self) -> Any:
         target = self.target
@@ -156,6 +160,11 @@ def _compute_source_digest() -> str:
         sources = [Path(str(module.__file__)) for module in (activations, emitter, products, formats)] + [Path(__file__)]
         _DIGEST.append(hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest())
     return _DIGEST[0]
+
+
+def _name_object(name: str, target: Target) -> str:
+    key = f"{name} {target} {llvmlite.__version__} {_compute_source_digest()}"
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
 
 
 def _read_object(path: Path | None) -> bytes | None:

@@ -12,6 +12,7 @@ from llvmlite import binding
 from numba.core import config as numba_config
 
 from ngramspec.backends.cpu.sysctl import read_sysctl
+from ngramspec.datastore.bundled_code import Level
 
 # LLVM's name of each feature: its name in /proc/cpuinfo (Linux, arch/arm64/kernel/cpuinfo.c), and that of macOS.
 _NAMES = {
@@ -56,6 +57,10 @@ class Target(NamedTuple):
     """Whether there are instructions that convert between float16 and float32."""
     chains: int
     """Accumulators of 16 outputs that fit into registers besides the weights."""
+
+    def cover_level(self, level: Level) -> Target:
+        """Return this target for all processors of a level that have its dot products."""
+        return self._replace(cpu=level.name, features=f"{level.features},+avxvnni" if self.dot == "vnni256" else level.features)
 
 
 def get_host_target() -> Target:
