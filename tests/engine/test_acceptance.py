@@ -11,11 +11,13 @@ import tiny
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.engine.acceptance import Acceptance, ExactMatch, RelaxedAcceptance
+from ngramspec.outputs import BLOCK
 from ngramspec.papers.count_drafter import Counts
 from ngramspec.speculative.base import Candidates
 from ngramspec.speculative.single import SingleDrafter
 
 LETTERS = (97, 98, 99, 100, 101)
+N_PROMPT = 2 * BLOCK + 1  # samples take two blocks from the first one, so that each computes one row of the prompt and all run at once
 N = 4096
 BOUND = 171.6
 """Of chi-square with 124 degrees of freedom at the 0.3 % level: two tests, both with fixed seeds."""
@@ -49,7 +51,7 @@ def use(engine: Engine, drafter: Counts, acceptance: Acceptance, *, draws: bool)
 
 
 def texts(engine: Engine, first_seed: int, *, speculation: bool = True) -> Counter[tuple[int, ...]]:
-    prompt = np.random.default_rng(0).choice(LETTERS, size=30, p=[0.4, 0.3, 0.1, 0.1, 0.1]).tolist()
+    prompt = np.random.default_rng(0).choice(LETTERS, size=N_PROMPT, p=[0.4, 0.3, 0.1, 0.1, 0.1]).tolist()
     plain = {"max_tokens": 3, "temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3, "ignore_eos": True}
     bans = {token: -100.0 for token in range(256) if token not in LETTERS}
     counts: Counter[tuple[int, ...]] = Counter()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numba import njit
 
 from ngramspec.backends.cpu import attention
 from ngramspec.backends.cpu.codegen.simd import load_as_float32
 from ngramspec.backends.cpu.kv_pool import KVPool
+from ngramspec.datastore.code_cache import njit
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.numeric import exp, fma
 
 
-@njit
+@njit(cache=True)
 def attend_slowly(q, keys, values, out, owners, rows, scale, window):
     """Compute attention row by row, head by head, key by key. `rows`: tables, positions, bases and paths of the batch."""
     tables, positions, bases, paths = rows
