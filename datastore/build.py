@@ -201,15 +201,15 @@ def write_segments(
             sorting.append(sorters.submit(partial(segment_writer.sort_and_write, folder, joined, settings, recorder, gate)))
 
         def take_batch() -> None:
-            batch = _wait_for(waiting.popleft())
+            batch = _wait_for(waiting.popleft(), recorder.report)
             gathered.append(batch)
             recorder.progress.tokens += len(batch.tokens) - len(batch.docs)
             if sum(len(each.tokens) for each in gathered) >= settings.max_tokens:
                 seal_segment()
 
         with recorder.measure("reading and tokenizing"):
-            for batch in segment_writer.batch_documents(documents, BATCH_CHARS * (os.cpu_count() or 1)):
-                waiting.append(encoders.submit(partial(segment_writer.encode_documents, batch, encoder)))
+            for batch in segment_writer.batch_documents(recorder.count_texts(documents), BATCH_CHARS * (os.cpu_count() or 1)):
+                waiting.append(encoders.submit(partial(segment_writer.encode_documents, batch, encoder, recorder.count_encoded)))
                 if len(waiting) > n_batches:
                     take_batch()
             while waiting:
@@ -236,10 +236,10 @@ def describe_empty_corpus(sources: Sequence[CorpusSource], skipped: Skipped, opt
     return f"there is no text in {where}" + (f"; left out: {reasons}" if reasons else "; it holds no files")
 
 
-def _wait_for(future: Future[T]) -> T:
+def _wait_for(future: Future[T], meanwhile: Callable[[], None] = lambda: None) -> T:
     """Return what a thread made. Waits in turns: a signal right before a wait without end would not be noticed until its end."""
     while not wait([future], timeout=0.25).done:
-        pass
+        meanwhile()
     return future.result()
 
 

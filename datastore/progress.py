@@ -22,9 +22,13 @@ class Progress:
     files: int = 0
     n_files: int = 0
     bytes: int = 0
-    """Bytes of the files read so far."""
+    """Bytes of the files that are done: read, and their text tokenized."""
     n_bytes: int = 0
     tokens: int = 0
+    bytes_read: int = 0
+    n_chars: int = 0
+    """Characters of text in the files read, and how many of them have been tokenized."""
+    n_encoded: int = 0
     reading_since: float = 0.0
     """`time.monotonic` when reading began; 0 before."""
     first: tuple[float, int] | None = None
@@ -40,9 +44,15 @@ class Progress:
     def count_read(self, n_files: int, n_bytes: int) -> None:
         """Count files that have been read."""
         self.files += n_files
-        self.bytes += n_bytes
+        self.bytes_read += n_bytes
+        self.count_done()
         if self.first is None:
             self.first = time.monotonic(), self.bytes
+
+    def count_done(self) -> None:
+        """Work out what is done of what has been read: as large a share as of its text. It never falls."""
+        done = self.bytes_read * self.n_encoded // self.n_chars if self.n_chars else self.bytes_read
+        self.bytes = max(self.bytes, done)
 
     @property
     def mb_s(self) -> float:

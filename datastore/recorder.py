@@ -6,8 +6,9 @@ Counts enter from the writing code; a `Progress` goes to the caller's callback a
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,16 +29,29 @@ class Recorder:
         """Files that need not be read again, as `left-out-*` has them (see `format`)."""
         self.seconds: dict[str, float] = {}
         self._on_progress = on_progress
+        self._lock = threading.Lock()
         self._started_s = time.perf_counter()
 
     def report(self, stage: str | None = None) -> None:
         """Hand the progress to the callback, in another stage if one is given."""
         self.progress.stage = stage or self.progress.stage
+        self.progress.count_done()
         self._on_progress(self.progress)
 
     def start_reading(self, n_files: int, n_bytes: int) -> None:
         self.progress.start_reading(n_files, n_bytes)
         self.report()
+
+    def count_texts(self, documents: Iterable[corpus.Document]) -> Iterator[corpus.Document]:
+        """Yield documents that are to be tokenized, and count their text before their file counts as read."""
+        for document in documents:
+            self.progress.n_chars += len(document.text)
+            yield document
+
+    def count_encoded(self, n_chars: int) -> None:
+        """Count text that has been tokenized, in a thread that does it."""
+        with self._lock:
+            self.progress.n_encoded += n_chars
 
     def count_read(self, n_files: int, n_bytes: int, n_tokens: int = 0) -> None:
         self.progress.count_read(n_files, n_bytes)
@@ -63,7 +77,7 @@ class Recorder:
     def summarize(self, manifest: Manifest, **changes: Any) -> Summary:
         """Return what stands after the call, with `changes`, the fields of a Summary that say what the call did."""
         self.seconds["total"] = time.perf_counter() - self._started_s
-        return replace(summarize_manifest(manifest, self.skipped), seconds=self.seconds, mb=self.progress.bytes / 1e6, **changes)
+        return replace(summarize_manifest(manifest, self.skipped), seconds=self.seconds, mb=self.progress.bytes_read / 1e6, **changes)
 
 
 def summarize_manifest(manifest: Manifest, skipped: Skipped | None = None) -> Summary:

@@ -57,9 +57,11 @@ class SegmentSettings:
     """Tokens from which on a segment is closed."""
 
 
-def encode_documents(documents: Sequence[Document], encoder: Encoder) -> SegmentContents:
-    """Tokenize documents."""
-    tokens, lengths = encoder.encode([document.text for document in documents])
+def encode_documents(
+    documents: Sequence[Document], encoder: Encoder, on_encoded: Callable[[int], None] = lambda n_chars: None
+) -> SegmentContents:
+    """Tokenize documents. `on_encoded` is told how many more characters are done."""
+    tokens, lengths = encoder.encode([document.text for document in documents], on_encoded)
     names = [document.path.encode() for document in documents]
     docs = np.zeros(len(documents), DOC_DTYPE)
     docs["length"] = lengths

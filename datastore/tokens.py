@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,8 @@ from .format import choose_token_dtype, get_separator
 from .manifest import Manifest, read_tokenizer
 
 # Characters of a long text that are encoded by themselves, and how many such pieces at once: `tokenizers` takes some 100 bytes a token.
-PIECE_CHARS = 1 << 20
-PIECES = 8
+PIECE_CHARS = 1 << 18
+PIECES = min(os.cpu_count() or 1, 8)
 _STATE = ("truncation", "padding")  # set by whoever used the tokenizer last; they are no part of what it means
 
 
@@ -69,17 +70,25 @@ class Encoder:
         self.dtype = choose_token_dtype(self.vocab_size)
         self._plain, self._control = make_plain_tokenizer(self._full, self.vocab_size)
 
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode texts, end to end, each followed by a separator -> tokens [n] u16|u32, lengths [texts] int64 without the separators."""
+    def encode(self, texts: Sequence[str], on_encoded: Callable[[int], None] = lambda n_chars: None) -> tuple[np.ndarray, np.ndarray]:
+        """Encode texts, end to end, each followed by a separator -> tokens [n] u16|u32, lengths [texts] int64 without the separators.
+
+        on_encoded: is told how many more characters are done.
+        """
         if all(len(text) <= PIECE_CHARS for text in texts):
-            return self._encode_batch(texts)
-        found = [self._encode_long(text) for text in texts]
+            encoded = self._encode_batch(texts)
+            on_encoded(sum(map(len, texts)))
+            return encoded
+        found = [self._encode_long(text, on_encoded) for text in texts]
         return np.concatenate(found), np.array([len(tokens) - 1 for tokens in found], np.int64)
 
-    def _encode_long(self, text: str) -> np.ndarray:
+    def _encode_long(self, text: str, on_encoded: Callable[[int], None]) -> np.ndarray:
         """Encode a text in pieces -> tokens [n] with a separator."""
         pieces, separator = split_text(text, PIECE_CHARS), get_separator(self.dtype.itemsize)
-        batches = [self._encode_batch(pieces[at : at + PIECES])[0] for at in range(0, len(pieces), PIECES)]
+        batches = []
+        for at in range(0, len(pieces), PIECES):
+            batches.append(self._encode_batch(pieces[at : at + PIECES])[0])
+            on_encoded(sum(map(len, pieces[at : at + PIECES])))
         return np.concatenate([*(tokens[tokens != separator] for tokens in batches), np.array([separator], self.dtype)])
 
     def _encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -74,6 +74,7 @@ def _format_rates(p: datastore_progress.Progress) -> str:
         return ""
     parts = [f"{p.files:,} of {p.n_files:,} files", f"{p.tokens / 1e6:.1f} M tokens"]
     if p.stage == "reading":
+        parts[1:] = [f"{p.bytes / 1e6:,.1f} of {p.n_bytes / 1e6:,.1f} MB"]
         parts.append(f"{p.mb_s:.1f} MB/s")
         if p.seconds_left is not None and p.seconds_left >= 1:
             parts.append(f"about {common.format_duration(p.seconds_left)} left")

@@ -231,7 +231,7 @@ def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         p.tokens = 1_500_000
         tell(p)
     text = capsys.readouterr().err
-    assert "3 of 10 files, 1.5 M tokens, 1.2 MB/s, about 15 s left" in text
+    assert "3 of 10 files, 5.0 of 20.0 MB, 1.2 MB/s, about 15 s left" in text
 
 
 @pytest.mark.parametrize("seconds", [1, 20, 95])

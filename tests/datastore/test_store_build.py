@@ -14,7 +14,7 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ from ngramspec.datastore import (
 from ngramspec.datastore import build as building
 from ngramspec.datastore import format as stored
 from ngramspec.datastore import manifest as manifests
+from ngramspec.datastore import tokens as token_files
 from ngramspec.datastore import update as updating
 from ngramspec.datastore.build import build
 from ngramspec.datastore.commit import lock_for_writing
 from ngramspec.datastore.corpus import CorpusError
+from ngramspec.datastore.progress import Progress
 from ngramspec.datastore.tokens import Encoder, load_encoder
 from ngramspec.datastore.update import find_due_segments, merge, prune, update
 from ngramspec.datastore.watch import watch
@@ -100,6 +102,32 @@ def is_tidy(store: Path) -> bool:
 
 def contents(folder: Path) -> dict[str, str]:
     return {str(path): path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def test_progress_is_what_is_tokenized(tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file counts piece by piece, when it is encoded and not when it has been read."""
+    monkeypatch.setattr(token_files, "PIECE_CHARS", 1000)
+    monkeypatch.setattr(token_files, "PIECES", 1)
+    encode_batch = Encoder._encode_batch
+    seen, reported = list[int](), threading.Semaphore(0)
+
+    def report(progress: Progress) -> None:
+        if progress.stage == "reading":
+            seen.append(progress.bytes)
+            reported.release()
+
+    def wait_and_encode(self: Encoder, texts: Sequence[str]) -> Any:
+        while reported.acquire(blocking=False):
+            pass
+        assert reported.acquire(timeout=60), "nothing is told while a text is encoded"
+        return encode_batch(self, texts)
+
+    monkeypatch.setattr(Encoder, "_encode_batch", wait_and_encode)
+    (tmp_path / "big.txt").write_text("".join(f"line {i:6d}\n" for i in range(400)))
+    summary = build([tmp_path / "big.txt"], tmp_path / "store", backend, "bytes", on_progress=report)
+    assert seen == sorted(seen)
+    assert {0, 996, 1992, 2988, 3984} <= set(seen), (sorted(set(seen)), "lines of 12 bytes, in pieces of at most 1,000")
+    assert seen[-1] < 4800 == round(summary.mb * 1e6)
 
 
 def test_a_store_holds_the_corpus(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:
