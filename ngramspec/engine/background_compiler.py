@@ -22,7 +22,7 @@ from pathlib import Path
 from ngramspec.backends.cpu import llama_pass, tiny_pass
 from ngramspec.backends.cpu.cores import count_cores
 from ngramspec.child_process import ChildEndedError, ChildProcess, Message, answer_messages
-from ngramspec.datastore import code_cache
+from ngramspec.datastore import code_cache, lookup
 from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.engine import native_steps, step_functions
 from ngramspec.sampling import sampler, verify
@@ -109,8 +109,9 @@ def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) ->
 
 
 def is_compiled() -> bool:
-    """Return whether the machine code of the largest functions is kept, of this version."""
-    return all(map(code_cache.is_kept, (llama_pass.run_thread, step_functions.advance, step_functions.learn_verified)))
+    """Return whether the machine code of the largest functions is kept, of this version, and of those that children compile last."""
+    last = step_functions.draft_trees, lookup.propose_batch
+    return all(map(code_cache.is_kept, (llama_pass.run_thread, step_functions.advance, step_functions.learn_verified, *last)))
 
 
 class BackgroundCompiler:

@@ -13,11 +13,23 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from ngramspec.backends.cpu import tiny_pass
 from ngramspec.backends.cpu.codegen.targets import list_targets
-from ngramspec.datastore import bundled_code, code_cache
+from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
+from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext
+from ngramspec.datastore import Datastore, bundled_code, code_cache
+from ngramspec.datastore.build import build
 from ngramspec.datastore.bundled_code import Level
+from ngramspec.datastore.cache_dir import cache_dir
+from ngramspec.engine import background_compiler
 from ngramspec.engine.background_compiler import Progress
+from ngramspec.models.expert_routing import RouterParts
+from ngramspec.models.expert_weights import ExpertWeights
+from ngramspec.speculative.datastore_drafter import SuffixDrafter
 
 
 def compile_portable(folder: Path, progress: Progress) -> None:
@@ -45,4 +57,49 @@ def compile_portable(folder: Path, progress: Progress) -> None:
 def _compile_for(level: Level, numba_folder: Path, cache: Path) -> None:
     folders = {"NUMBA_CACHE_DIR": str(numba_folder), "NGRAMSPEC_CACHE": str(cache)}
     processor = {"NUMBA_CPU_NAME": level.name, "NUMBA_CPU_FEATURES": level.features}
-    subprocess.run([sys.executable, "-m", "ngramspec", "warm-up", "--quiet"], env={**os.environ, **folders, **processor}, check=True)
+    code = f"from {__name__} import compile_everything; compile_everything()"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **folders, **processor}, check=True)
+
+
+# ------------------------------------------------------------------ in the child
+
+
+def compile_everything() -> None:
+    """Compile what every engine runs, and then what only some models and datastores run."""
+    background_compiler.compile_all(lambda _: None)
+    folder = cache_dir() / "code"
+    for kv_dtype in ("float16", "float32"):
+        tiny_pass.compile_other_models(kv_dtype, folder)
+    _compile_experts(folder)
+    _compile_datastores()
+
+
+def _compile_experts(folder: Path) -> None:
+    """Compile the modules that models' checks compare with."""
+    context = MatmulContext(int8=False, folder=folder)
+    matrix = tiny_pass.make_tiny_matrix(context)
+    experts = PackedExperts(context, [matrix] * 3, ExpertWeights(("", None), ("", None)), 1, "silu")
+    router = PackedRouter(CpuProduct(context, [matrix]), experts.experts.options, 1.0, RouterParts("", None))
+    x = torch.zeros(1, experts.n_in)
+    _, weights, ids = router(x)
+    experts(x, ids, weights)
+
+
+def _compile_datastores() -> None:
+    """Build, check, search and draft from datastores of one file whose lines end in CRLF, with tokens of either width."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for n_tokens in (len(alphabet), 1 << 17):
+        words = [*alphabet, *(f"word {i}" for i in range(len(alphabet), n_tokens))]
+        tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        with tempfile.TemporaryDirectory() as temporary:
+            Path(temporary, "some.py").write_bytes(b"a = 1\r\nb = 2\r\n" * 100)
+            build([Path(temporary, "some.py")], Path(temporary, "store"), tokenizer, "bytes", router=True)
+            with Datastore.open(Path(temporary, "store"), verify="full") as store:
+                context = np.array(tokenizer.encode("a = 1\r\nb").ids, np.int32)
+                store.lookup(context.tolist())
+                drafter = SuffixDrafter({"some": store}, 1)
+                assert drafter.line_ends
+                drafter.line_ends.result()
+                drafter.begin(0, context)
+                drafter.propose(np.zeros(1, np.int32))

@@ -20,8 +20,8 @@ from fair_time import wait_until
 from ngramspec import SamplingParams
 from ngramspec.backends.cpu import tiny_pass
 from ngramspec.cli import main as cli
-from ngramspec.datastore import code_cache
-from ngramspec.engine import background_compiler
+from ngramspec.datastore import code_cache, lookup
+from ngramspec.engine import background_compiler, step_functions
 from ngramspec.engine.background_compiler import CompiledFor
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import EngineClosedError
@@ -241,6 +241,14 @@ def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, mon
     assert background_compiler.start_compiling(CompiledFor("float16"), lambda _: None) is None
     with pytest.raises(OSError, match="cannot be kept"):
         background_compiler.compile_all(lambda _: None)
+
+
+def test_what_an_earlier_start_did_not_get_to_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first command may end before its children do: what they compile last would be compiled within the second one's start."""
+    monkeypatch.setattr(code_cache, "is_kept", lambda function: function is not lookup.propose_batch)
+    assert not background_compiler.is_compiled()
+    monkeypatch.setattr(code_cache, "is_kept", lambda function: function is not step_functions.draft_trees)
+    assert not background_compiler.is_compiled()
 
 
 def test_children_that_are_killed_are_done_without(caplog: pytest.LogCaptureFixture) -> None:

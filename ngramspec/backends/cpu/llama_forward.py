@@ -83,6 +83,10 @@ from ngramspec.sampling.batch import Batch
 # Positions whose angles are computed at a time: always the same groups, so that a position's angles always have the same bits.
 ANGLES = 1024
 _NOTHING = np.empty((0, 0), np.float32)
+PARTS_OF_SOME = (  # what passes of some models call, all with the same types of arguments
+    run_experts, run_recurrent, run_short_conv, run_mamba2, run_mamba2_beside, run_latent, run_varied_attention, run_layer_end, gate_row,
+    copy_heads_row, norm_gated_row, scale_attention_row, turn_heads,
+)  # fmt: skip
 
 
 class ForwardOutput(NamedTuple):
@@ -229,7 +233,7 @@ class LlamaDecoder:
         """Run a pass whose `tokens`, `values` and `fine` have room for this number of threads, with as many of them."""
         if self._shared is None:
             self._shared = make_shared_pass(model, current)
-            self._find_functions()
+            self.find_functions()
             weakref.finalize(self, self._team.stop)
         publish_pass(self._shared, model, current)
         self._team.grow(threads - 1, compute, False, self._run_thread, self._shared, self._team.state)
@@ -239,9 +243,10 @@ class LlamaDecoder:
         """Compute with the threads of another decoder, which has made a pass: threads of both would be in each other's way."""
         assert other._shared is not None
         self._shared, self._team = other._shared, other._team
-        self._find_functions()
+        self.find_functions()
 
-    def _find_functions(self) -> None:
+    def find_functions(self) -> None:
+        """Set the addresses of what the model's passes call. Compiles what is not on disk."""
         self._run_thread = find_address(run_thread, 0, self._shared)
         if len(self._experts[1]):
             self._functions[EXPERTS] = find_address(run_experts, 0, 0, self._shared)
@@ -263,6 +268,12 @@ class LlamaDecoder:
             self._functions[HEADS] = find_address(turn_heads, 0, 0, self._shared)
         if self.options.layer_norm:
             self._functions[NORM] = find_address(layer_norm_row, self._last_norm, self._last_norm, np.float32(0), self._last_norm)
+
+    def compile_all_parts(self) -> None:
+        """Compile, after a pass, also what the passes of other models call by address, or load it from disk."""
+        for function in PARTS_OF_SOME:
+            find_address(function, 0, 0, self._shared)
+        find_address(layer_norm_row, self._last_norm, self._last_norm, np.float32(0), self._last_norm)
 
     def make_empty_pass(self) -> CompiledPass:
         """Make a pass through all layers whose arrays are filled in later."""

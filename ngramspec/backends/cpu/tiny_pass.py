@@ -17,6 +17,7 @@ from ngramspec.backends.cpu.arena import Arena
 from ngramspec.backends.cpu.codegen.kernels import Kernels
 from ngramspec.backends.cpu.codegen.targets import Target
 from ngramspec.backends.cpu.formats import QUANTISED, PlainFormat, QuantFormat, get_format
+from ngramspec.backends.cpu.iq_blocks import KINDS_OF_TABLES
 from ngramspec.backends.cpu.kv_pool import KVPool
 from ngramspec.backends.cpu.llama_forward import LlamaDecoder, NativeLlamaForward
 from ngramspec.backends.cpu.llama_layers import GELU, PLAIN_GELU, SILU, SQUARED_RELU, LayerWeights, ModelOptions, OutsideWeights
@@ -24,6 +25,7 @@ from ngramspec.backends.cpu.llama_runner import CpuOptions, make_pool
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, choose_codes, unpack_rows
 from ngramspec.backends.cpu.row_loops import activate_rows, norm_rows
 from ngramspec.models.gguf import read
+from ngramspec.models.tensor_source import KINDS
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import ROWS_PER_ITEM, Span, pack
 
@@ -71,14 +73,15 @@ def compile_all_kernels(target: Target, folder: Path) -> None:
 def compile_modules(folder: Path) -> None:
     """Compile what modules over packed weights call, or load it from disk: the first start compares with them."""
     context = MatmulContext(int8=False, folder=folder, soon_over=True)
-    matrix = _make_matrix(context)
+    matrix = make_tiny_matrix(context)
     rows = CpuProduct(context, [matrix]).multiply(np.zeros((1, _SIZE), np.float32), 1)
     unpack_rows(context.kernels, matrix.weight, np.zeros(1, np.int64))
     norm_rows(rows, np.ones(_SIZE, np.float32), np.float32(1e-5), rows)
     activate_rows(rows, _SIZE // 2, False, np.empty((1, _SIZE // 2), np.float32))
 
 
-def _make_matrix(context: MatmulContext) -> Matrix:
+def make_tiny_matrix(context: MatmulContext) -> Matrix:
+    """Make a matrix of one quant block each way, of zeros."""
     return context.matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
 
 
@@ -95,6 +98,16 @@ def keep_tiny_paths(kv_dtype: str, folder: Path) -> None:
     forward.keep_paths(slots, slots + 2, slots + 1, slots + 3)
 
 
+def compile_other_models(kv_dtype: str, folder: Path) -> None:
+    """Compile what passes of some models call besides, and what unpacks formats that are tables of codes."""
+    forward, pool = make_tiny_pass(kv_dtype, folder)
+    forward.decoder.run(pack([Span(0, np.zeros(3, np.int32), 0)], pool), pool, 1)
+    forward.decoder.compile_all_parts()
+    for kind in KINDS_OF_TABLES:
+        n, n_bytes = KINDS[kind]
+        packing.pack(kind, (1, n), partial(_make_rows, n_bytes), Arena())
+
+
 def make_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVPool]:
     """Make what a pass needs, attention's code among it, and native steps."""
     context = MatmulContext(int8=False, folder=folder, soon_over=True)
@@ -102,7 +115,7 @@ def make_tiny_pass(kv_dtype: str, folder: Path) -> tuple[NativeLlamaForward, KVP
     def make_angles(_first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         return np.ones((1, n, _SIZE), np.float32), np.zeros((1, n, _SIZE), np.float32)
 
-    matrix, norm = _make_matrix(context), np.ones(_SIZE, np.float32)
+    matrix, norm = make_tiny_matrix(context), np.ones(_SIZE, np.float32)
     decoder = LlamaDecoder(
         context, [LayerWeights((matrix,) * 7, (norm, norm), None)], OutsideWeights(matrix, norm, matrix),
         options=ModelOptions(n_heads=1, head_dim=_SIZE, eps=1e-5, scale=1.0), angles=make_angles,
