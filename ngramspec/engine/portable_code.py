@@ -43,7 +43,7 @@ def compile_portable(folder: Path, progress: Progress) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             made = Path(temporary, "made")
             made.mkdir()
-            for target in list_targets()[:-1]:
+            for target in [each for each in list_targets()[:-1] if each.fits_level(level)]:
                 progress(f"for {level.name}: kernels of {target.name}")
                 tiny_pass.compile_all_kernels(target.cover_level(level), made)
             progress(f"for {level.name}: what numba compiles, for some minutes")

@@ -58,6 +58,10 @@ class Target(NamedTuple):
     chains: int
     """Accumulators of 16 outputs that fit into registers besides the weights."""
 
+    def fits_level(self, level: Level) -> bool:
+        """Return whether all processors of a level have this target's registers."""
+        return self.chains < 24 or "+avx512bw" in level.features
+
     def cover_level(self, level: Level) -> Target:
         """Return this target for all processors of a level that have its dot products."""
         return self._replace(cpu=level.name, features=f"{level.features},+avxvnni" if self.dot == "vnni256" else level.features)
