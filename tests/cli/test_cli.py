@@ -213,6 +213,21 @@ class Dropped:
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP")
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    ids=["the command's", "the user's", "the user's policy"],
+)
+def test_threads_do_not_hold_a_core_that_others_wait_for(given: dict[str, str], told: str) -> None:
+    code = "import ctypes, sys; sys.argv[1:] = ['--version']\nfrom ngramspec.__main__ import run_command\n"
+    code += "assert 'numba' not in sys.modules\ntry: run_command()\nfinally: ctypes.CDLL('libgomp.so.1')"
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", **given}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert f"GOMP_SPINCOUNT = '{told}'" in done.stderr
+
+
 @pytest.mark.parametrize("module", ["typer", "regex"])
 @pytest.mark.parametrize("where", ["Dropped()", "signal.raise_signal(signal.SIGINT)"])
 def test_an_interrupt_while_modules_are_imported_ends_the_command(tmp_path: Path, module: str, where: str) -> None:
