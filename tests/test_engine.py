@@ -709,18 +709,20 @@ def test_the_cost_of_a_step_is_all_of_its_time_and_none_of_the_idleness_behind_i
     core, step = engine.core, engine.core.step
     engine.use(cost=Watched())
     try:
-        for n_rounds in range(1, 6):  # again only if the machine was busy: idleness is in the times of each round, or of none
+        for _ in range(
+            5
+        ):  # again only if the machine was busy, when stalls are left out: idleness is in the times of each round, or of none
+            seen.clear()
             for _ in range(2):
                 assert engine.complete(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), speculation=False).token_ids == truth[:5]
                 time.sleep(0.3)
-            assert len(seen) == 8 * n_rounds
-            if max(seen[-8:]) < 200:
+            if len(seen) == 8 and max(seen) < 200:
                 break
-        assert max(seen[-8:]) < 200
-        del seen[:-8]
+        assert len(seen) == 8
+        assert max(seen) < 200
         core.step = lambda meanwhile, _: step(lambda: (time.sleep(0.2), meanwhile()))  # type: ignore[method-assign, assignment, misc, return-value]
         engine.complete(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), speculation=False)
         assert min(seen[8:]) >= 200
     finally:
-        del core.step
+        vars(core).pop("step", None)
         engine.use(cost=tiny.FreeRows())

@@ -37,6 +37,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Module
     path.parent.mkdir()
     path.write_text(SOURCE)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions may have one size and time stamp
 
     def load() -> ModuleType:
         spec = importlib.util.spec_from_file_location("summing", path)
@@ -129,7 +130,6 @@ def test_code_of_a_callee_that_changed_is_not_loaded(
     (tmp_path / "compiled" / "summing.py").write_text(CALLER)
     path = tmp_path / "scaling.py"
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the versions may have one size and time stamp
     path.write_text(CALLEE)
     for _ in range(2):
         monkeypatch.delitem(sys.modules, "scaling", raising=False)
