@@ -35,8 +35,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY datastore datastore
 COPY ngramspec ngramspec
 RUN pip install --no-cache-dir '.[all]'
-# Machine code for all processors of the builder's level (x86-64-v3 or v4).
-RUN ngramspec warm-up --portable || test "$(uname -m)" != x86_64
+# Machine code for all processors of the builder's level (x86-64-v3 or v4), if it has one.
+RUN ngramspec warm-up --portable || ! grep -q avx2 /proc/cpuinfo
 
 FROM base
 COPY --from=build /opt/ngramspec /opt/ngramspec

@@ -8,13 +8,13 @@ from ngramspec.cli.interrupts import INTERRUPTED, keep_interrupts
 
 # Rounds that a thread of GNU's OpenMP waits awake for the others: 0.1 ms instead of 300,000 rounds. Beside a program that computes, the
 # others wait for the core that it holds. Read when OpenMP is loaded.
-SPINS = {"GOMP_SPINCOUNT": "10000"}
+SPINS = "10000"
 
 
 def run_command() -> NoReturn:
     """Import and run the command."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.update(SPINS | os.environ)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     try:
         with keep_interrupts():
             from ngramspec.cli import main
