@@ -18,9 +18,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ngramspec.backends.cpu import tiny_pass
+from ngramspec.backends.cpu.attention import CpuAttentionPass
 from ngramspec.backends.cpu.codegen.targets import list_targets
 from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext
+from ngramspec.backends.cpu.row_loops import apply_gelu
 from ngramspec.datastore import Datastore, bundled_code, code_cache
 from ngramspec.datastore.build import build
 from ngramspec.datastore.bundled_code import Level
@@ -29,6 +31,8 @@ from ngramspec.engine import background_compiler
 from ngramspec.engine.background_compiler import Progress
 from ngramspec.models.expert_routing import RouterParts
 from ngramspec.models.expert_weights import ExpertWeights
+from ngramspec.sampling.batch import Span, pack
+from ngramspec.sampling.topk import rank_rows
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
 
 
@@ -70,8 +74,20 @@ def compile_everything() -> None:
     folder = cache_dir() / "code"
     for kv_dtype in ("float16", "float32"):
         tiny_pass.compile_other_models(kv_dtype, folder)
+        _compile_attention(kv_dtype, folder)
     _compile_experts(folder)
     _compile_datastores()
+
+
+def _compile_attention(kv_dtype: str, folder: Path) -> None:
+    """Compile what models that run as transformers' modules call beside their products."""
+    forward, pool = tiny_pass.make_tiny_pass(kv_dtype, folder)
+    n, n_dim = 3, forward.decoder.options.head_dim
+    rows = torch.zeros(n, 1, n_dim)
+    of_pass = CpuAttentionPass(pool, pack([Span(0, np.zeros(n, np.int32), 0)], pool), [0])
+    of_pass.attend(0, rows, rows, rows, scale=1.0, window=0, softcap=0.0)
+    rank_rows(rows[:, 0].numpy()[:, : n_dim // 2])
+    apply_gelu(rows.view(-1).numpy(), rows.view(-1).numpy())
 
 
 def _compile_experts(folder: Path) -> None:
