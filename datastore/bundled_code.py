@@ -59,10 +59,10 @@ def find_level() -> Level | None:
     return levels[0]
 
 
-def get_folder() -> Path | None:
-    """Return the folder of the code that this process may load; None if there is none, or it is switched off."""
+def find_bundle() -> tuple[Path, Level] | None:
+    """Return the folder of the code that this process may load, and its level; None if there is none, or it is switched off."""
     level = find_level() if os.environ.get(SWITCH) != "0" else None
-    return FOLDER / level.name if level else None
+    return (FOLDER / level.name, level) if level else None
 
 
 def switch_off() -> None:

@@ -229,7 +229,8 @@ class CodeCache(NullCache):
         """Return where code for this processor may be, and what it was compiled for: the user's first, then what came with the package."""
         host = codegen.magic_tuple()
         sources = [(self._folder, host)]
-        if (folder := bundled_code.get_folder()) and (level := bundled_code.find_level()):
+        if bundle := bundled_code.find_bundle():
+            folder, level = bundle
             sources.append((folder, (host[0], *level)))
         return sources
 

@@ -140,7 +140,7 @@ def test_switched_off_bundled_code_is_not_run(load: Callable[[], ModuleType]) ->
     module = load()
     assert not code_cache.is_kept(module.subtract)
     assert (module.subtract(5, 3), _hits(module.subtract)) == (2, 0)
-    code = "from ngramspec.datastore import bundled_code; print(bundled_code.get_folder())"
+    code = "from ngramspec.datastore import bundled_code; print(bundled_code.find_bundle())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "None\n"
 
 
@@ -159,18 +159,18 @@ def test_bundled_code_is_loaded_where_nothing_can_be_written(
 
 def test_code_for_a_lower_level_is_left_alone(bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LEVEL
-    assert bundled_code.get_folder() == bundle_folder
+    assert bundled_code.find_bundle() == (bundle_folder, LEVEL)
     better = bundled_code.Level("x86-64-v9", LEVEL.features)
     monkeypatch.setattr(bundled_code, "list_levels", lambda: [better, LEVEL])
     bundled_code.find_level.cache_clear()
-    assert bundled_code.get_folder() is None
+    assert bundled_code.find_bundle() is None
 
 
 def test_a_process_told_of_another_processor_loads_nothing(bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bundled_code.get_folder() == bundle_folder
+    assert bundled_code.find_bundle() == (bundle_folder, LEVEL)
     monkeypatch.setattr(numba.config, "CPU_NAME", "x86-64")
     bundled_code.find_level.cache_clear()
-    assert bundled_code.get_folder() is None
+    assert bundled_code.find_bundle() is None
 
 
 def test_code_of_another_processor_in_the_users_folder_is_not_taken_for_ones_own(

@@ -85,10 +85,11 @@ def make_tiny_matrix(context: MatmulContext) -> Matrix:
     return context.matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
 
 
-def run_tiny_pass(kv_dtype: str, folder: Path) -> None:
-    """Run a pass. `kv_dtype`: "float16" or "float32"; `folder` caches kernels."""
+def run_tiny_pass(kv_dtype: str, folder: Path) -> LlamaDecoder:
+    """Run a pass and return what ran it. `kv_dtype`: "float16" or "float32"; `folder` caches kernels."""
     forward, pool = make_tiny_pass(kv_dtype, folder)
     forward.decoder.run(pack([Span(0, np.zeros(3, np.int32), 0)], pool), pool, 1)
+    return forward.decoder
 
 
 def keep_tiny_paths(kv_dtype: str, folder: Path) -> None:
@@ -100,9 +101,7 @@ def keep_tiny_paths(kv_dtype: str, folder: Path) -> None:
 
 def compile_other_models(kv_dtype: str, folder: Path) -> None:
     """Compile what passes of some models call besides, and what unpacks formats that are tables of codes."""
-    forward, pool = make_tiny_pass(kv_dtype, folder)
-    forward.decoder.run(pack([Span(0, np.zeros(3, np.int32), 0)], pool), pool, 1)
-    forward.decoder.compile_all_parts()
+    run_tiny_pass(kv_dtype, folder).compile_all_parts()
     for kind in KINDS_OF_TABLES:
         n, n_bytes = KINDS[kind]
         packing.pack(kind, (1, n), partial(_make_rows, n_bytes), Arena())

@@ -65,8 +65,10 @@ class CompiledModules:
         return engine.get_function_address
 
     def _read_bundled(self, name: str) -> bytes | None:
-        folder, level = bundled_code.get_folder(), bundled_code.find_level()
-        return _read_object(folder / _name_object(name, self.target.cover_level(level))) if folder and level and self._folder else None
+        if self._folder is None or (bundle := bundled_code.find_bundle()) is None:
+            return None
+        folder, level = bundle
+        return _read_object(folder / _name_object(name, self.target.cover_level(level)))
 
     def _new_machine(self) -> Any:
         target = self.target
