@@ -266,10 +266,13 @@ class LlamaRunner(Runner):
         return all(self.rows_are_independent(partial(self._compute_states, i), 4) for i in kinds.values()) and self._head_is_independent()
 
     def _compute_states(self, layer: int, spans: list[Span]) -> np.ndarray:
-        """Run a pass through one layer, or from the layer whose keys it uses on, and return its hidden states [T, H]."""
+        """Run a pass through one layer, or from the first layer on whose keys are used up to it, and return its hidden states [T, H]."""
         assert self.decoder is not None
-        batch, heads = pack([replace(span, logits=0) for span in spans], self.pool, self.rows_per_item), self.decoder.layers[layer].heads
-        first = heads.owner if heads is not None and heads.owner >= 0 else layer
+        batch, first = pack([replace(span, logits=0) for span in spans], self.pool, self.rows_per_item), layer
+        while owners := [
+            each.heads.owner for each in self.decoder.layers[first : layer + 1] if each.heads and 0 <= each.heads.owner < first
+        ]:
+            first = min(owners)
         states = self.decoder.run(batch, self.pool, numba.get_num_threads(), first=first, n_layers=layer + 1 - first, states=True).states
         assert states is not None
         return states
