@@ -33,7 +33,7 @@ from ngramspec.errors import InvalidInputError, MissingPackageError
 from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore, make_root
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
-from ngramspec.models.names import is_gguf_name, locate_gguf, resolve
+from ngramspec.models.names import is_gguf_name, locate_folder, locate_gguf, resolve
 from ngramspec.models.tensor_source import to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span, pack
@@ -202,7 +202,7 @@ def _bind(start: _Start, modules: bool) -> BoundModel:
         start = replace(start, model=locate_gguf(start.model, start.progress))
     if isinstance(start.model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
         settings = (device.precision, config.kv_dtype, config.quantize, device.threads)
-        kept = start_cache.find_start_record(start.model, settings, cache_dir())
+        kept = start_cache.find_start_record(locate_folder(start.model, start.progress), settings, cache_dir())
         found = kept.read() if kept else None
     restarted = _restart(start, kept, found) if found and kept and not modules else None
     runner, about = restarted or _load(start)
@@ -249,7 +249,7 @@ class _ModelInfo:
 
 
 def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]) -> tuple[LlamaRunner, _ModelInfo] | None:
-    """Run a model that an earlier start has checked, from its file and what was kept; None if that is not enough."""
+    """Run a model that an earlier start has checked, from its files and what was kept; None if that is not enough."""
     if (opened := start_cache.reopen_model(kept.file, start.tokenizer, cache_dir())) is None:
         return None
     source = to_q8_source(opened.source) if start.config.quantize == "q8_0" else opened.source
@@ -262,8 +262,9 @@ def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]
         return None
     if not weight_map.suits_length(longest):
         return None
-    start.check(opened.tokenizer, opened.name)
-    check_memory(count_packed_bytes(source, plain=False), "cpu", opened.name)
+    name = opened.name if kept.file.path.is_file() else str(start.model)  # as `open_model` names them
+    start.check(opened.tokenizer, name)
+    check_memory(count_packed_bytes(source, plain=False), "cpu", name)
 
     def make_model() -> PreTrainedModel:
         from ngramspec.models.loader import open_model
@@ -273,7 +274,7 @@ def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]
     options = _make_cpu_options(start, longest)
     start.wait_for_code(*background_compiler.LOADING)
     runner = LlamaRunner(weight_map, options, source, make_model)
-    return runner, _ModelInfo(opened.name, opened.tokenizer, opened.eos_token_ids, trained, str(opened.config.get("model_type", "")))
+    return runner, _ModelInfo(name, opened.tokenizer, opened.eos_token_ids, trained, str(opened.config.get("model_type", "")))
 
 
 def _load(start: _Start) -> tuple[Runner, _ModelInfo]:

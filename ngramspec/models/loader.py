@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +32,12 @@ from ngramspec.errors import (
 )
 from ngramspec.models import (
     awq_gptq,
+    folder_cache,
     gguf,
     gguf_hf_mapping,
     head_parameters,
     header_limits,
+    latent_weights,
     qwen3_next,
     random_weights,
     refusals,
@@ -42,6 +45,7 @@ from ngramspec.models import (
     start_cache,
     vocabulary,
 )
+from ngramspec.models.gated_heads import add_gates
 from ngramspec.models.memory import check_memory
 from ngramspec.models.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
 from ngramspec.models.parameters import fill, make_params_source
@@ -78,6 +82,8 @@ class OpenModel(LoadedModel):
 
     source: TensorSource
     """Source of the parameters' weights."""
+    folder: Path | None = None
+    """The folder with safetensors that they are in."""
 
 
 def open_model(
@@ -90,17 +96,28 @@ def open_model(
 ) -> OpenModel:
     """Open the model that `spec` names (see `names.ACCEPTED`), with `tokenizer` or else its own; random weights have none of their own.
 
-    What is derived from a GGUF file (config, tokenizer) is cached in `cache_dir` (default: `datastore.cache_dir`). `quantize`, None or
-    "q8_0": quantise matrices that are not in quant blocks to 8-bit blocks.
+    What is derived from a GGUF file or a folder (config, tokenizer) is cached in `cache_dir` (default: `datastore.cache_dir`). `quantize`,
+    None or "q8_0": quantise matrices that are not in quant blocks to 8-bit blocks.
 
     Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError; InvalidInputError for `quantize`.
     """
     if quantize not in (None, "q8_0"):
         raise InvalidInputError(f"quantize must be None or 'q8_0', got {quantize!r}")
-    opened = _open(spec, torch.float32, "cpu", tokenizer, progress or _no_progress, cache_dir or default_cache_dir())
+    progress, cache_dir = progress or _no_progress, cache_dir or default_cache_dir()
+    opened = _open(spec, torch.float32, "cpu", tokenizer, progress, cache_dir)
+    if tokenizer is None and opened.folder is not None:
+        start_cache.keep_folder(opened.folder, partial(_write_folder, opened), cache_dir, progress)
     if quantize:
         opened.source = to_q8_source(opened.source)
     return opened
+
+
+def _write_folder(opened: OpenModel, folder: Path) -> None:
+    """Write what a later start needs of a folder's model. Raises as `folder_cache.write_folder` does."""
+    source = add_gates(latent_weights.add_heads(opened.source, opened.model), opened.model)
+    text = opened.model.config.get_text_config()
+    config = {"model_type": opened.model.config.model_type, "max_position_embeddings": getattr(text, "max_position_embeddings", None)}
+    folder_cache.write_folder(folder, config, source, opened.tokenizer, opened.eos_token_ids)
 
 
 class PackedForm(NamedTuple):
@@ -225,7 +242,7 @@ def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: 
             model.generation_config = _read_generation_config(folder, spec)
         ends = start_cache.read_end_token_ids(folder, given) if file else eos_token_ids(model, tokenizer)
     model = model.eval().requires_grad_(False)
-    return OpenModel(model, tokenizer, file.name if file else spec, ends, source)
+    return OpenModel(model, tokenizer, file.name if file else spec, ends, source, None if file else folder)
 
 
 def _make_empty_model(config: dict[str, Any], tensors: dict[str, safetensors.SafetensorsEntry]) -> PreTrainedModel:

@@ -87,3 +87,10 @@ def locate_gguf(spec: str, progress: Callable[[str], None] | None = None) -> str
     if expand_home(spec).exists() or hub.parse_gguf_name(spec) is None:
         return spec
     return str(download(spec, [], progress))
+
+
+def locate_folder(spec: str, progress: Callable[[str], None] | None = None) -> str:
+    """Return the path of a folder that is named on the hub, downloaded if the cache lacks it; any other name as it is."""
+    if spec.startswith(RANDOM) or isinstance(path := resolve(spec), Path):
+        return spec
+    return str(download(path, HUB_MODEL, progress))

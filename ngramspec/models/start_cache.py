@@ -1,13 +1,14 @@
-"""Cache what the first start learns about a GGUF model, so that later starts need neither transformers' models nor a comparison with them.
+"""Cache what the first start learns about a model, so that later starts need neither transformers' models nor a comparison with them.
 
-Two things are cached. A *derived folder* per file holds what transformers derives from the file's header (`gguf_hf_mapping.derive`):
-kilobytes of config and tensor names, megabytes of tokenizer, no weights. A *start record* per file, version, settings and processor holds
-what a start has measured and decided: a small JSON document whose content this module does not know.
+Two things are cached. A *derived folder* per model holds what transformers derives from the header of a GGUF file
+(`gguf_hf_mapping.derive`) or from a folder with safetensors (`folder_cache.write_folder`): kilobytes of config and tensor names, megabytes
+of tokenizer, no weights. A *start record* per model, version, settings and processor holds what a start has measured and decided: a small
+JSON document whose content this module does not know.
 
-Nothing is read that is not intact. A derived folder has a manifest with the file's path, size, time and the SHA-256 of its header, the
-versions that made it, and the size and CRC-32 of every file in it; a start record begins with its own SHA-256. What is missing, truncated,
-altered, or of another file or version is made again. A new folder appears by rename and is made under a lock, so that processes that start
-together make it once.
+Nothing is read that is not intact. A derived folder has a manifest with the files' paths, sizes, times and the SHA-256 of their headers,
+the versions that made it, and the size and CRC-32 of every file in it; a start record begins with its own SHA-256. What is missing,
+truncated, altered, or of another file or version is made again. A new folder appears by rename and is made under a lock, so that processes
+that start together make it once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -25,7 +27,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -34,6 +36,7 @@ from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.expert_weights import join_experts, join_rows, transpose_experts
+from ngramspec.models.folder_cache import ModelFolder, NotCachedError, read_source
 from ngramspec.models.gated_heads import GATES, JOINED, join_gates
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_metadata import read_layer_number
@@ -57,7 +60,10 @@ from ngramspec.models.tensor_source import (
 )
 from ngramspec.tokenizer.deferred import DeferredTokenizer
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[str], None]
+_Model = TypeVar("_Model", Gguf, ModelFolder)
 
 RECORD_FORMAT, FOLDER_FORMAT = 2, 11  # versions of the two layouts on disk
 MANIFEST = "derived.json"
@@ -84,10 +90,10 @@ RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """A document about a GGUF file: the hexadecimal SHA-256 of what follows, then JSON. If it cannot be written, nothing is cached."""
+    """A document about a model: the hexadecimal SHA-256 of what follows, then JSON. If it cannot be written, nothing is cached."""
 
     path: Path
-    file: Gguf
+    file: Gguf | ModelFolder
 
     def read(self) -> dict[str, Any] | None:
         """Return the document as it was written; None if there is none, or it is not intact."""
@@ -108,12 +114,12 @@ class StartRecord:
 
 
 def find_start_record(spec: str, settings: tuple[object, ...], cache_dir: Path) -> StartRecord | None:
-    """Return the record of the GGUF file that `spec` names, with settings that change its content; None if it names no GGUF file."""
-    with contextlib.suppress(Exception):  # whoever opens the file reports what is wrong with it
+    """Return the record of the GGUF file or folder that `spec` names, with settings that change its content; None if it names neither."""
+    with contextlib.suppress(Exception):  # whoever opens the model reports what is wrong with it
         path = smollm2_gguf() if spec == "smollm2" else expand_home(spec)
-        if not gguf.is_gguf(path):
+        if not gguf.is_gguf(path) and not (path / "config.json").is_file():
             return None
-        file = gguf.read(path)
+        file = gguf.read(path) if path.is_file() else ModelFolder(path)
         key = [RECORD_FORMAT, _TRANSFORMERS, _describe_processor(), digest_code(), file.fingerprint(), list(map(str, settings))]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         return StartRecord(cache_dir / "starts" / f"{name}.json", file)
@@ -161,13 +167,21 @@ def get_derived_folder(
         return folder
 
 
-def get_folder_path(file: Gguf, cache_dir: Path) -> Path:
+def keep_folder(path: Path, write: Callable[[Path], None], cache_dir: Path, progress: Progress) -> None:
+    """Have `write` fill the derived folder of a folder with safetensors unless it is intact, or the model cannot be kept so."""
+    try:
+        _make_cached_folder(ModelFolder(path), lambda _, folder: write(folder), cache_dir, progress)
+    except (NotCachedError, OSError) as error:
+        log.debug("%s is opened anew at every start: %s", path, error)
+
+
+def get_folder_path(file: Gguf | ModelFolder, cache_dir: Path) -> Path:
     """Return the path of a file's derived folder, whether or not it exists."""
     digest = hashlib.sha256(bytes(file.path.resolve())).hexdigest()
     return cache_dir / "models" / f"{file.name}-{digest[:16]}"
 
 
-def is_intact(folder: Path, file: Gguf) -> bool:
+def is_intact(folder: Path, file: Gguf | ModelFolder) -> bool:
     """Return whether a derived folder is of this file as it is now and of this version, and holds every file byte for byte as written."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -197,7 +211,7 @@ def remove_converted(cache_dir: Path, progress: Progress) -> None:
         progress(f"removed converted models of an earlier version from {cache_dir / 'models'}: {n_bytes / 1e6:.0f} MB")
 
 
-def _make_cached_folder(file: Gguf, derive: Callable[[Gguf, Path], None], cache_dir: Path, progress: Progress) -> Path:
+def _make_cached_folder(file: _Model, derive: Callable[[_Model, Path], None], cache_dir: Path, progress: Progress) -> Path:
     folder = get_folder_path(file, cache_dir)
     if is_intact(folder, file):
         return folder
@@ -225,11 +239,11 @@ def _make_cached_folder(file: Gguf, derive: Callable[[Gguf, Path], None], cache_
     return folder
 
 
-def _describe_origin(file: Gguf) -> dict[str, Any]:
+def _describe_origin(file: Gguf | ModelFolder) -> dict[str, Any]:
     return {"format": FOLDER_FORMAT, "transformers": _TRANSFORMERS, **file.fingerprint()}
 
 
-def _write_manifest(folder: Path, file: Gguf) -> None:
+def _write_manifest(folder: Path, file: Gguf | ModelFolder) -> None:
     files = {path.name: [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps(_describe_origin(file) | {"files": files}, indent=1))
 
@@ -246,7 +260,7 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A GGUF file opened by its derived folder; nothing was compared with a model."""
+    """A model opened by its derived folder; nothing was compared with transformers' model."""
 
     source: TensorSource
     tokenizer: Any
@@ -255,16 +269,20 @@ class CachedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def reopen_model(file: Gguf, tokenizer: Any, cache_dir: Path) -> CachedModel | None:
-    """Open a GGUF file by its derived folder, with `tokenizer` or else its own; None if the folder is not intact."""
+def reopen_model(file: Gguf | ModelFolder, tokenizer: Any, cache_dir: Path) -> CachedModel | None:
+    """Open a model by its derived folder, with `tokenizer` or else its own; None if the folder is not intact.
+
+    None for a folder of safetensors with another tokenizer, too: what ends a text there depends on the tokenizer.
+    """
     folder = get_folder_path(file, cache_dir)
-    if not is_intact(folder, file):
+    if not is_intact(folder, file) or (tokenizer is not None and isinstance(file, ModelFolder)):
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UnsupportedModelError):
         config = json.loads((folder / "config.json").read_bytes())
         ends = read_end_token_ids(folder, tokenizer)
         tokenizer = tokenizer or DeferredTokenizer(folder)
-        return CachedModel(read_tensor_source(file, folder), tokenizer, file.name, config, ends)
+        source = read_source(file, folder) if isinstance(file, ModelFolder) else read_tensor_source(file, folder)
+        return CachedModel(source, tokenizer, file.name, config, ends)
     return None
 
 

@@ -35,6 +35,8 @@ class DeferredTokenizer:
             self.backend_tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"{path} is no tokenizer: {error}") from error
+        self.backend_tokenizer.no_truncation()  # which some files ask for, and transformers does when it is asked to
+        self.backend_tokenizer.no_padding()
         tokens = {name: self._config.get(name) for name in _SPECIAL}
         self.special_tokens_map = {name: _to_text(token) for name, token in tokens.items() if token is not None}
         """The texts of the special tokens, by their names."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import tiny_gguf
 import tiny_store
 
@@ -55,11 +56,21 @@ def run(program: str, *arguments: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_a_later_start_imports_neither_torch_transformers_nor_scipy(path: Path) -> None:
-    first, second = run(_COMPLETE, str(path)), run(_COMPLETE, str(path))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start") / "model"
+    tiny.tiny_model("llama").save_pretrained(folder)
+    tiny.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["path", "folder"])
+def test_a_later_start_imports_neither_torch_transformers_nor_scipy(model: str, request: pytest.FixtureRequest) -> None:
+    name = str(request.getfixturevalue(model))
+    first, second = run(_COMPLETE, name), run(_COMPLETE, name)
     assert first[-1] == "['scipy.linalg', 'torch', 'transformers']"
     assert second == [*first[:-1], "[]"]
-    assert run(_SERVE, str(path), str(find_free_port()))[-1] == "[]"
+    assert run(_SERVE, name, str(find_free_port()))[-1] == "[]"
 
 
 def test_a_deferred_tokenizer_is_that_of_transformers(path: Path) -> None:
