@@ -445,13 +445,14 @@ class Engine(GenerationMethods):
         )
 
     def finish_compiling(self, progress: Progress) -> None:
-        """Wait until drafting and native steps have been compiled, if this start found no machine code of them.
+        """Wait until everything has been compiled, if this start did not find all machine code: it would begin again at the next one.
 
         Raises CallbackError, and EngineClosedError in a forked process.
         """
         self._thread.check_caller()
         if self._code is not None and not self.closed:
             self._code.progress = progress
+            self._code.wait(*STAGES)
         self._speculates.wait()
 
     def _begin_speculation(self, code: BackgroundCompiler) -> None:

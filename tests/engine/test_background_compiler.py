@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,6 +250,23 @@ def test_what_an_earlier_start_did_not_get_to_is_compiled_ahead(monkeypatch: pyt
     assert not background_compiler.is_compiled()
     monkeypatch.setattr(code_cache, "is_kept", lambda function: function is not step_functions.draft_trees)
     assert not background_compiler.is_compiled()
+
+
+def test_a_command_ends_once_everything_is_compiled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it left out would make every later command begin with two children that compile it, and end before they have."""
+    before, waited, wait = find_children(), set[str](), background_compiler.BackgroundCompiler.wait
+
+    def note(self: background_compiler.BackgroundCompiler, *names: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            waited.update(names)
+        wait(self, *names)
+
+    monkeypatch.setattr(background_compiler, "is_compiled", lambda: False)
+    with Engine(str(path)) as engine:
+        monkeypatch.setattr(background_compiler.BackgroundCompiler, "wait", note)
+        engine.finish_compiling(lambda _: None)
+    assert waited == {*background_compiler.STAGES}
+    wait_until(lambda: find_children() <= before, 10)
 
 
 def test_children_that_are_killed_are_done_without(caplog: pytest.LogCaptureFixture) -> None:
