@@ -159,10 +159,10 @@ async def identify(
     route = request.scope.get("route")
     if not len(state.keyring):
         admin = local and state.settings.admin_on_loopback
-        return _remember(request, Identity("", admin=admin, tenant="", stores=None, local=local))
+        return _enter_tree(request, Identity("", admin=admin, tenant="", stores=None, local=local))
     key = request.state.key  # which the middleware has looked up
     if key is not None:
-        return _remember(request, Identity(key.name, key.admin, key.name, key.stores, local))
+        return _enter_tree(request, Identity(key.name, key.admin, key.name, key.stores, local))
     if (request.method, getattr(route, "path", None)) in OPEN:
         return Identity("", admin=False, tenant="", stores=frozenset(), local=local)
     state.metrics.refused("unauthorized")
@@ -268,6 +268,5 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def _remember(request: Request, identity: Identity) -> Identity:
-    request.state.caller = identity.name
+def _enter_tree(request: Request, identity: Identity) -> Identity:
     return identity.in_tree(getattr(request.state, "repository", None), request.app.state.server.repositories)

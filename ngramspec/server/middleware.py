@@ -118,7 +118,7 @@ class RequestMiddleware:
             self._leave(scope)
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
-            caller = inner["state"].get("caller", "")
+            caller = "" if (key := inner["state"].get("key")) is None else key.name
             unknown = {"path": quote(scope["path"])[:_LOGGED_PATH]} if route == "-" else {}  # what a wrong base URL has asked for
             logs.log_request(
                 {"event": "request", "id": name, "method": scope["method"], "route": route, "status": status}
@@ -137,8 +137,8 @@ class RequestMiddleware:
         given = given_key(scope["headers"])
         key = None if given is None or not len(self.keyring) else self.keyring.find(given)
         is_known = key is not None or not len(self.keyring)
+        scope["state"]["key"] = key  # also whose request is refused below, for the log
         body = await read_body(scope, receive, self.bodies, keep=is_known)  # else the request is refused, or its route takes no body
-        scope["state"]["key"] = key
         if is_known:
             if scope["method"] == "POST" and scope["path"] in self.generating:
                 self.admission.check_room(1)  # before the body is parsed, which would cost the requests that run

@@ -15,6 +15,7 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.server import auth
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.key_limits import KeyLimits
+from ngramspec.server.logs import JsonFormatter
 from ngramspec.server.run import LoadingApp
 from ngramspec.server.settings import Key, ServerSettings
 
@@ -121,6 +122,21 @@ def test_the_log_says_why_and_repeats_nothing(server: Server, caplog: pytest.Log
     for line, reason in zip(lines, reasons, strict=True):
         assert reason in line
         assert "private" not in line
+
+
+def test_the_log_names_the_key_of_what_is_refused(make_server: Callable[..., Server], caplog: pytest.LogCaptureFixture) -> None:
+    url = make_server(ServerSettings(api_keys=(make_key(requests_per_minute=1),))).url
+    with (
+        caplog.at_level(logging.INFO, "ngramspec.access"),
+        httpx.Client(base_url=url, timeout=60, headers=authorize("long-enough")) as client,
+    ):
+        for body, expected in ((b"{", 400), (b'{"prompt": "ab"}', 429)):
+            answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == expected, answer.text
+        assert client.get("/v1/models", headers=authorize("another-key")).status_code == 401
+        client.get("/health")  # what is answered after the others is logged after them
+    keys = [line["key"] for line in (json.loads(JsonFormatter().format(each)) for each in caplog.records) if line["status"] >= 400]
+    assert keys == ["a", "a", ""]
 
 
 def test_it_lives_while_the_model_is_loaded(engine: Engine) -> None:
