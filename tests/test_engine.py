@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import tiny_gguf
 import torch
 from scipy.stats import chisquare
 from test_exact import Oracle, prompts
@@ -618,15 +619,14 @@ def test_an_engine_used_after_a_fork_says_so() -> None:
         assert len(running.result(timeout=60).token_ids) == 60
 
 
-def test_an_engine_used_while_python_ends_says_so() -> None:
+def test_an_engine_used_while_python_ends_says_so(tmp_path: Path) -> None:
     code = """
-import queue
-import tiny
+import queue, sys
 from ngramspec import Engine
 
 class Host:
     def __init__(self):
-        self.engine = Engine(tiny.tiny_model("llama"), max_seqs=2, max_model_len=120)
+        self.engine = Engine(sys.argv[1], max_seqs=2, max_model_len=120)
         self.request = self.engine.submit([1, 2, 3], max_tokens=100, ignore_eos=True, deliver=queue.Queue(1).put)  # blocks
 
     def __del__(self, print=print):
@@ -639,9 +639,8 @@ class Host:
 
 host = Host()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(tiny.__file__).parent, capture_output=True, text=True, timeout=120, check=True
-    )
+    path = tiny_gguf.write_started(tmp_path / "m.gguf")
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["EngineClosedError", "EngineClosedError", "nothing"], done.stderr
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import tiny
 from block_factors import write_factors
 
+from ngramspec.engine.llm_engine import Engine
 from ngramspec.models.tensor_source import KINDS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2")
@@ -67,6 +68,16 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path if path.exists() else min(path.parent.glob(f"{path.stem}-00001-of-*{path.suffix}"))
+
+
+def write_started(path: Path, family: str = "llama", kind: str = "Q8_0", *, threads: int | None = None, **options: Any) -> Path:
+    """Write a model and start it once with so many threads: processes that start it after that import neither torch nor transformers.
+
+    Those imports and the comparison with transformers take a process ten seconds of processor time, for tests of something else.
+    """
+    path = write(path, family, kind, **options)
+    with Engine(str(path), threads=threads, max_seqs=1, kv_memory=1 << 22):
+        return path
 
 
 def shapes(family: str, tied: bool = False) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,8 @@ _COMPLETE = """
 import sys
 from ngramspec.cli.main import app
 app(["complete", "def f(", "--model", sys.argv[1], "--max-tokens", "4", "--seed", "1", "--quiet"], standalone_mode=False)
-print("\\n", sorted({"torch", "transformers", "scipy.linalg"} & sys.modules.keys()), sep="")
+papers = {name for name in sys.modules if name.startswith("ngramspec.papers.")} - {"ngramspec.papers.registry"}  # names of options
+print("\\n", sorted(({"torch", "transformers", "scipy.linalg"} & sys.modules.keys()) | papers), sep="")
 """
 _SERVE = """
 import asyncio, os, signal, sys, threading, time, urllib.error, urllib.request

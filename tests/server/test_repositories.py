@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
+import tiny_gguf
 from fair_time import wait_until
 from tiny_server import Server, chat_tokenizer
 
@@ -223,23 +223,26 @@ signal.pause()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_during_the_first_build_leaves_nothing_of_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_during_the_first_build_leaves_nothing_of_it(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process of its own, with everything that the command does when it is interrupted. Killed, it leaves the child alone."""
     tree = Path(make_tree(tmp_path / "tree"))
     for n in range(4000):
         (tree / f"more{n}.py").write_text(f"x = {n}\n" * 200)
     model, cache = tmp_path / "model", tmp_path / "cache"
-    chat_tokenizer().save_pretrained(model)
     cache.mkdir()
+    code = (cache_dir() / "code").resolve()
+    monkeypatch.setenv("NGRAMSPEC_CACHE", str(cache))
     if number == signal.SIGKILL:
+        chat_tokenizer().save_pretrained(model)
         command = ["-c", BUILD, str(model / "tokenizer.json"), str(tree), str(cache / "stores")]
     else:
-        tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(model)
-        (cache / "code").symlink_to((cache_dir() / "code").resolve())  # it is killed before it had compiled any
+        (cache / "code").symlink_to(code)  # it is killed before it had compiled any
+        tiny_gguf.write_started(model, threads=1)
         command = ["-m", "ngramspec", "serve", "--model", str(model), "--port", "0", "--threads", "1", "--repo", str(tree)]
-    environment = os.environ | {"NGRAMSPEC_CACHE": str(cache)}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, *command], env=environment, **quiet) as process:
+    with subprocess.Popen([sys.executable, *command], **quiet) as process:
         trees = cache / "stores" / "trees"
         until(lambda: trees.exists() and list(trees.iterdir()))
         process.send_signal(number)

@@ -19,14 +19,15 @@ from typing import Any
 
 import httpx
 import pytest
-import tiny
+import tiny_gguf
 from fair_time import count_seconds
 from test_queue import Brake
-from tiny_server import Server, chat_tokenizer, tiny_engine
+from tiny_server import Server, tiny_engine
 
 from ngramspec.datastore.build import build as build_store
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import ModelNotFoundError
+from ngramspec.models.loader import load_tokenizer
 from ngramspec.server.run import AcceptErrors, LoadingApp, listen, listen_at_all, run
 from ngramspec.server.settings import ServerSettings
 
@@ -142,13 +143,11 @@ def test_a_model_that_is_not_there() -> None:
 @pytest.mark.slow
 def test_a_restart_after_a_kill_in_the_middle_of_requests(tmp_path: Path) -> None:
     """Nothing is left that the next process stumbles over: neither the port nor a store that was being read. Two signals stop that one."""
-    model, source, store = tmp_path / "model", tmp_path / "src", tmp_path / "store"
-    tiny.tiny_model("llama", vocab_size=320, max_position_embeddings=16384).save_pretrained(model)
-    tokenizer = chat_tokenizer()
-    tokenizer.save_pretrained(model)
+    source, store = tmp_path / "src", tmp_path / "store"
+    model = tiny_gguf.write_started(tmp_path / "m.gguf", threads=1, metadata={"llama.context_length": 16384})
     source.mkdir()
     (source / "area.py").write_text("def area(w, h):\n    return w * h\n" * 20)
-    build_store([source], store, tokenizer.backend_tokenizer, "tiny")
+    build_store([source], store, load_tokenizer(str(model)).backend_tokenizer, "tiny")
     before = {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in store.iterdir()}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
