@@ -58,15 +58,15 @@ def check_names(environment: Mapping[str, str]) -> None:
     if not (unknown := [name for name in given if name not in names]):
         return
     try:
-        from ngramspec.server.settings import ServerSettings  # takes time, which few need
+        from ngramspec.server.settings import Limits, ServerSettings  # takes time, which few need
     except ModuleNotFoundError:  # installed without the server, whose settings its variables may be
         return
-    names |= {name.upper() for name in ServerSettings.model_fields}
+    names |= {name.upper() for name in ServerSettings.model_fields} | {f"LIMITS__{name.upper()}" for name in Limits.model_fields}
     for name in unknown:
-        if name.split("__")[0] in names:
+        if name.upper() in names:
             continue
-        near = get_close_matches(name, names, 1)
-        hint = f"; {PREFIX}{near[0]} is one" if near else ""
+        near = get_close_matches(name.upper(), names, 1) or names.intersection([name.split("__")[0]])
+        hint = f"; {PREFIX}{next(iter(near))} is one" if near else ""
         if name.endswith(("_HOST", "_TCP", "_ADDR", "_PROTO")) or "PORT_" in name or "SERVICE_" in name:
             hint = "; Kubernetes sets it for a service called ngramspec: say `enableServiceLinks: false` in the pod"
         raise BadInputError(f"{PREFIX}{name} is no setting{hint}. docs/settings.md lists them")

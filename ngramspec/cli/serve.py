@@ -98,8 +98,8 @@ def serve(
 
       ngramspec serve --host 0.0.0.0 --api-key-file keys.json --log-format json
     """
-    settings = _make_settings(server_settings)
     add_environment(engine_settings, "serve")
+    settings = _make_settings(server_settings)
     tenants = {key.name for key in settings.api_keys}
     if len(tenants) > 1 and not share_candidates:
         engine_settings["recycle"] = False

@@ -42,6 +42,9 @@ def test_an_unknown_variable_is_refused() -> None:
     check_names({"NGRAMSPEC_API_KEY": "of a client, Zed's"})
     with pytest.raises(BadInputError, match="NGRAMSPEC_THREADS is one"):
         check_names({"NGRAMSPEC_THREAD": "1"})
+    for variable, near in (("LIMITS__BODY_BYTE", "LIMITS__BODY_BYTES"), ("SAMPLING__TEMPERATURE", "SAMPLING")):
+        with pytest.raises(BadInputError, match=f"NGRAMSPEC_{variable} is no setting; NGRAMSPEC_{near} is one"):
+            check_names({f"NGRAMSPEC_{variable}": "1"})
     with pytest.raises(BadInputError, match="enableServiceLinks"):
         check_names({"NGRAMSPEC_SERVICE_HOST": "10.0.0.1"})
 
