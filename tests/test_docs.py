@@ -27,6 +27,8 @@ import pytest
 import typer
 
 from ngramspec import SamplingParams
+from ngramspec.cli.common import BadInputError
+from ngramspec.cli.environment import check_names
 from ngramspec.config import EngineConfig
 from ngramspec.options import options_of
 
@@ -105,6 +107,30 @@ def test_commands_parse(document: Path) -> None:
             assert (ROOT / words[1]).is_file() or words[1] == "-m", words
 
 
+def commands_for_containers(document: Path) -> Iterator[list[str]]:
+    """Yield the words after `ngramspec` of what systemd, containers and `docker run` start."""
+    for block in blocks(document, "ini"):
+        yield from map(shlex.split, re.findall(r"^ExecStart=\S*/ngramspec (.*)$", block.text, re.MULTILINE))
+    for block in blocks(document, "yaml"):
+        for words in re.findall(r"^ *(?:command|args): (\[.*\])$", block.text, re.MULTILINE):
+            yield ["serve", *json.loads(words)]  # what the image starts
+    for words in commands(document):
+        if words[:2] == ["docker", "run"]:
+            yield ["serve", *words[words.index("ngramspec") + 1 :]]
+
+
+@each_document
+def test_commands_for_containers_parse(document: Path) -> None:
+    for words in commands_for_containers(document):
+        parse(words)
+
+
+@each_document
+def test_variables_are_settings(document: Path) -> None:
+    names = re.findall(r"\bNGRAMSPEC_[A-Z_]*[A-Z]\b", document.read_text("utf-8"))
+    check_names(dict.fromkeys(names, "") if document.name != "CHANGELOG.md" else {})  # which names what is gone
+
+
 def check_module(name: str, words: list[str]) -> None:
     """Check that a program of ours exists, and that it, or one of our modules that it imports, declares the options."""
     place = ROOT / name.replace(".", "/")
@@ -135,6 +161,18 @@ def test_what_is_no_command_is_noticed() -> None:
     for words in (["complete", "x", "--no-such-option"], ["no-such-command"], ["datastore", "no-such-command"], ["complete", "--n", "x"]):
         with pytest.raises(Exception, match=r"(?i)no such|valid integer"):
             parse(words)
+
+
+def test_what_containers_cannot_start_is_noticed(tmp_path: Path) -> None:
+    assert sum(len(list(commands_for_containers(document))) for document in DOCUMENTS) >= 4
+    page = tmp_path / "page.md"
+    for text in ("ini\nExecStart=/bin/ngramspec serve --prot 8", 'yaml\nargs: ["--prot", "8"]', "sh\ndocker run --rm ngramspec --prot 8"):
+        page.write_text(f"```{text}\n```\n")
+        with pytest.raises(Exception, match=r"(?i)no such"):
+            test_commands_for_containers_parse(page)
+    page.write_text("`NGRAMSPEC_PROT=8`")
+    with pytest.raises(BadInputError, match="NGRAMSPEC_PORT is one"):
+        test_variables_are_settings(page)
 
 
 # ------------------------------------------------------------------ Python and patches
