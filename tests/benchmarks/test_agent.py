@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_gguf
 
 from benchmarks.agent import Project, check_calls
 from benchmarks.server import main
-from benchmarks.server_process import make_tiny
+from benchmarks.server_process import TEMPLATE
 
 
-def test_every_turn_is_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["tools", "--model", make_tiny(tmp_path), "--turns", "3"])
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    metadata: dict[str, str | int | float | None] = {"llama.context_length": 4096, "tokenizer.chat_template": TEMPLATE}
+    return str(tiny_gguf.write_started(tmp_path_factory.mktemp("agent") / "m.gguf", metadata=metadata))
+
+
+def test_every_turn_is_a_call(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["tools", "--model", model, "--turns", "3"])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["turns"], document["parsed"], document["valid"], document["grows"]) == (3, 3, 3, True)
     assert 0.5 < document["cached"] < 1
     assert document["acceptance_length"] > 1
 
 
-def test_a_turn_may_be_a_call_or_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["tools", "--model", make_tiny(tmp_path), "--turns", "2", "--auto"])
+def test_a_turn_may_be_a_call_or_a_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["tools", "--model", model, "--turns", "2", "--auto"])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["tool_choice"], document["turns"], document["leaked"]) == ("auto", 2, 0)
     assert document["parsed"] + document["text"] == 2

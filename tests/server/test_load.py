@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tiny_gguf
 from tiny_server import Server, left_clean, tiny_engine
 
 from benchmarks import rude_clients
@@ -16,6 +17,7 @@ from benchmarks import server as server_benchmark
 from benchmarks.http_client import ServerAddress, TimedAnswer, find_quantile, make_completion, send_request, send_together
 from benchmarks.server_process import Resources, make_tiny
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.settings import ServerSettings
 
 
@@ -126,10 +128,17 @@ def test_goodput_leaves_out_what_failed_and_what_came_too_late() -> None:
     assert level["refusal_ms"]["max"] == 10
 
 
+def test_the_model_that_is_made_chats(tmp_path: Path) -> None:
+    with Engine(make_tiny(tmp_path, hidden=64, layers=2), threads=1, max_seqs=1, max_model_len=64, kv_memory=1 << 20) as engine:
+        reply = engine.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(reply.completion.prompt_token_ids) == len("user: a\nassistant:")
+    assert len(reply.completion.token_ids) == 4
+
+
 @pytest.mark.slow
 def test_load_starts_a_server_and_keeps_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_tiny(tmp_path, hidden=64, layers=2)
-    server_benchmark.main(["prefix", "--model", model, "--rounds", "2", "--threads", "1"])
+    model = tiny_gguf.write_started(tmp_path / "m.gguf", threads=1, metadata={"llama.context_length": 4096})
+    server_benchmark.main(["prefix", "--model", str(model), "--rounds", "2", "--threads", "1"])
     document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert document["prefix"]["first_ms"] > 0
     assert document["prefix"]["hit_share"] > 0
