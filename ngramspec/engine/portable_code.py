@@ -39,7 +39,7 @@ from ngramspec.speculative.datastore_drafter import SuffixDrafter
 def compile_portable(folder: Path, progress: Progress) -> None:
     """Write a folder of machine code for each level that this processor has, in place of earlier ones.
 
-    Raises OSError if `folder` cannot be written or this processor has no level, subprocess.CalledProcessError if a child fails.
+    Raises OSError if `folder` cannot be written, this processor has no level, or the child fails, which writes why.
     """
     if not (levels := bundled_code.list_levels()):
         raise OSError("code can be compiled for processors from x86-64-v3 on, which this one is not")
@@ -62,7 +62,9 @@ def _compile_for(level: Level, numba_folder: Path, cache: Path) -> None:
     folders = {"NUMBA_CACHE_DIR": str(numba_folder), "NGRAMSPEC_CACHE": str(cache)}
     processor = {"NUMBA_CPU_NAME": level.name, "NUMBA_CPU_FEATURES": level.features}
     code = f"from {__name__} import compile_everything; compile_everything()"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, **folders, **processor}, check=True)
+    ended = subprocess.run([sys.executable, "-c", code], env={**os.environ, **folders, **processor}, check=False)
+    if ended.returncode:
+        raise OSError(f"the process that compiles for {level.name} ended with exit code {ended.returncode}")
 
 
 # ------------------------------------------------------------------ in the child

@@ -21,8 +21,8 @@ from fair_time import wait_until
 from ngramspec import SamplingParams
 from ngramspec.backends.cpu import tiny_pass
 from ngramspec.cli import main as cli
-from ngramspec.datastore import code_cache, lookup
-from ngramspec.engine import background_compiler, step_functions
+from ngramspec.datastore import bundled_code, code_cache, lookup
+from ngramspec.engine import background_compiler, portable_code, step_functions
 from ngramspec.engine.background_compiler import CompiledFor
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import EngineClosedError
@@ -296,6 +296,15 @@ def test_a_closed_compiler_leaves_no_process_and_says_nothing(caplog: pytest.Log
     compiler.wait(*background_compiler.STAGES)
     assert find_children() == before
     assert not caplog.records
+
+
+def test_a_process_that_cannot_compile_for_others_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(portable_code, "list_targets", lambda: [None])  # kernels of none but the last
+    monkeypatch.setattr(bundled_code, "list_levels", lambda: [bundled_code.LEVELS[-1]])
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(OSError, match="ended with exit code 1"):
+        portable_code.compile_portable(tmp_path / "code", lambda _: None)
+    assert not (tmp_path / "code").exists()
 
 
 def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
