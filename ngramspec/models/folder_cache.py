@@ -132,10 +132,11 @@ def read_source(folder: ModelFolder, derived: Path) -> TensorSource:
 
 def encode_source(source: TensorSource) -> dict[str, Any]:
     """Return where parameters lie: names and positions in a list of tensors, which tied parameters share. Raises NotCachedError."""
-    numbers = {id(stored): i for i, stored in enumerate({id(stored): stored for stored in source.values()}.values())}
-    unique = {numbers[id(stored)]: stored for stored in source.values()}
-    names = {name: numbers[id(stored)] for name, stored in source.items()}
-    return {"n_bytes": source.n_bytes, "names": names, "tensors": [_encode(unique[i]) for i in range(len(unique))]}
+    found = dict(source)
+    unique = list({id(stored): stored for stored in found.values()}.values())
+    numbers = {id(stored): i for i, stored in enumerate(unique)}
+    names = {name: numbers[id(stored)] for name, stored in found.items()}
+    return {"n_bytes": source.n_bytes, "names": names, "tensors": [_encode(stored) for stored in unique]}
 
 
 def decode_source(document: Mapping[str, Any], folder: Path) -> TensorSource:
