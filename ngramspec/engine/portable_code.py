@@ -31,6 +31,7 @@ from ngramspec.engine import background_compiler
 from ngramspec.engine.background_compiler import Progress
 from ngramspec.models.expert_routing import RouterParts
 from ngramspec.models.expert_weights import ExpertWeights
+from ngramspec.models.q8_blocks import BLOCK, quantise_rows
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import rank_rows
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
@@ -77,6 +78,8 @@ def compile_everything() -> None:
     for kv_dtype in ("float16", "float32"):
         tiny_pass.compile_other_models(kv_dtype, folder)
         _compile_attention(kv_dtype, folder)
+    for kind, n_bytes in (("F32", 4), ("BF16", 2)):
+        quantise_rows(kind, np.zeros((1, n_bytes * BLOCK), np.uint8))
     _compile_experts(folder)
     _compile_datastores()
 

@@ -213,9 +213,11 @@ class Q8Tensor(StoredTensor):
     stored: StoredTensor
 
     def rows(self, first: int, end: int) -> np.ndarray:
-        from gguf import GGMLQuantizationType, quants
+        from ngramspec.models.q8_blocks import quantise_rows  # imports numba
 
-        return quants.quantize(self.stored.values(first, end), GGMLQuantizationType.Q8_0)
+        if self.stored.kind in ("F32", "BF16"):
+            return quantise_rows(self.stored.kind, self.stored.rows(first, end))
+        return quantise_rows("F32", self.stored.values(first, end).view(np.uint8))
 
 
 class _MissingTensorError(UnsupportedModelError, KeyError):

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from ngramspec.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
 from ngramspec.models.loader import load_model, open_model
 from ngramspec.models.parameters import MemoryTensor, fill, make_params_source
+from ngramspec.models.q8_blocks import quantise_rows
 from ngramspec.models.tensor_source import KINDS, ComputedTensor, Q8Tensor, dequantise, interleaved_rows, row_bytes
 
 
@@ -164,6 +165,21 @@ def test_quantised_while_reading(tmp_path: Path, dtype: torch.dtype) -> None:
         assert np.array_equal(stored.rows(0, stored.n_rows), wanted)
         assert np.array_equal(stored.rows(5, 9), wanted[5:9])
         assert np.array_equal(stored.float32(), gguf.quants.dequantize(wanted, gguf.GGMLQuantizationType.Q8_0))
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+def test_blocks_are_those_of_ggml(kind: str) -> None:
+    """Numbers of every size that a scale in float16 can follow, zeros, and halves, which are rounded away from zero."""
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal((600, 320)) * 10.0 ** rng.integers(-20, 6, (600, 1))).astype(np.float32)
+    values[::7, :64] = 0
+    values[1::5] = rng.integers(-254, 255, (120, 320)) / 2
+    rows = values.view(np.uint16)[:, 1::2].copy() if kind == "BF16" else values
+    rounded = (rows.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else values
+    with np.errstate(over="ignore"):
+        wanted = gguf.quants.quantize(rounded, gguf.GGMLQuantizationType.Q8_0)
+    assert np.array_equal(quantise_rows(kind, rows.view(np.uint8)), wanted)
+    assert len({*wanted.reshape(-1, 34)[:, 2:].view(np.int8).ravel()}) == 255
 
 
 def test_what_is_in_blocks_or_does_not_fit_them_stays(tmp_path: Path) -> None:
