@@ -61,7 +61,9 @@ class ModelFolder:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        """The folder's name; of a snapshot of the hub's cache, whose name is a commit, that of its repository."""
+        *_, repository, kind, name = ("", "", *self.path.resolve().parts)
+        return repository.removeprefix("models--") if kind == "snapshots" else name
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what identifies the files and their current state without reading weights. Raises ModelNotFoundError, OSError."""

@@ -107,7 +107,8 @@ def test_another_tokenizer_is_not_answered_from_the_cache(tmp_path: Path) -> Non
 
 
 def test_a_name_on_the_hub_is_kept_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save(tmp_path / "snapshot")
+    model = save(tmp_path / "models--org--model" / "snapshots" / "0123abc")
+    assert ModelFolder(model).name == "org--model"
     monkeypatch.setattr(hub, "download_folder", lambda *_: model)
     assert names.locate_folder("org/model") == str(model)
     for kept in (False, True):
