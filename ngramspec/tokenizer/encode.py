@@ -32,7 +32,7 @@ class Encoding:
         if isinstance(text, str):
             check_unicode(text, what)
             if self.tokenizer is None:
-                raise TokenizerError(f"a text {what} needs a tokenizer: pass `tokenizer=` to the engine, or token ids")
+                raise TokenizerError(f"this model has no tokenizer: give the {what} as token ids, or in Python `tokenizer=`")
             return self.check_ids(np.asarray(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], np.int64))
         return self.check_ids(text, f"a {what} must be text or")
 
