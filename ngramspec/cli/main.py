@@ -156,6 +156,9 @@ def _format_message(error: Exception) -> str:
     from ngramspec.errors import ModelNotFoundError
 
     message = error.format_message() if hasattr(error, "format_message") else str(error)
+    context: Any = getattr(error, "ctx", None)
+    if message.startswith("No such command") and message.endswith("."):  # else typer has named the nearest one
+        message = f"{message[:-1]}; accepted: {', '.join(context.command.commands)}"
     # What to do about a model may be a command, on a line of its own. All else is one line, whatever a file is called.
     lines = message.split("\n") if isinstance(error, ModelNotFoundError) else [message]
     return "\n".join(map(to_printable, lines))

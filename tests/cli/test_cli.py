@@ -171,6 +171,16 @@ def test_errors_of_the_engine(
     assert capsys.readouterr().err == f"ngramspec: {error}\n"
 
 
+def test_an_unknown_command_names_those_there_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, accepted in (
+        (["create"], "build-datastore"),
+        (["datastore", "create"], "info, verify"),
+        (["serv"], "Did you mean 'serve'?"),
+    ):
+        assert run(monkeypatch, *words) == 2
+        assert accepted in capsys.readouterr().err
+
+
 def test_a_defect_shows_its_traceback(engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine.fail = ZeroDivisionError()
     monkeypatch.setattr(sys, "argv", ["ngramspec", "complete", "x"])
