@@ -141,7 +141,11 @@ print(numba.threading_layer())
 @pytest.mark.parametrize("options", ["int8", "modules"])
 def test_two_engines_at_once_on_workqueue(tmp_path: Path, options: str) -> None:
     """numba's layer "workqueue", macOS's, ends a process whose threads use it at once."""
-    path = tiny_gguf.write(tmp_path / "tiny.gguf", "llama" if options == "int8" else "gemma2", "Q4_K", std=0.1)
+    path = tmp_path / "tiny.gguf"
+    if options == "int8":
+        tiny_gguf.write_started(path, "llama", "Q4_K", std=0.1, threads=2)
+    else:
+        tiny_gguf.write(path, "gemma2", "Q4_K", std=0.1)
     done = subprocess.run(
         [sys.executable, "-c", TWO_ENGINES, str(path)],
         env=os.environ | {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=600,
