@@ -102,7 +102,7 @@ def _keep_types() -> None:
     blocks, shapes = dict[tuple[Any, ...], tl.block_type](), dict[int, tuple[Any, ...]]()
     init_block, equals, unwrap = tl.block_type.__init__, tl.dtype.__eq__, core._unwrap_if_constexpr
     plain = {tensor, int, float, bool, str, type(None)}
-    check_operands, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    check_operands, broadcast, cast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, semantic.cast
     numbers = {"int32": (int, np.int32), "int64": (int, np.int64), "fp32": (float, np.float32)}  # Python's that a tensor takes as they are
 
     def new_block(cls: type, element_ty: Any, shape: Any) -> tl.block_type:
@@ -150,15 +150,22 @@ def _keep_types() -> None:
         kind = type(o)
         return o if kind in plain else o.value if kind is core.constexpr else unwrap(o)
 
+    def cast_once(value: Any, kind: Any, *more: Any) -> Any:
+        return value if value.dtype is kind.scalar else cast(value, kind, *more)
+
     def check_two_operands(lhs: Any, rhs: Any, *rules: Any, **more: Any) -> tuple[Any, Any]:
         if not isinstance(lhs, tensor):
             constant = make_constant(rhs, lhs) if isinstance(rhs, tensor) else None
             return (constant, rhs) if constant is not None else check_operands(lhs, rhs, *rules, **more)
         if not isinstance(rhs, tensor):
+            if rules[:2] == (True, True) and lhs.dtype.is_ptr():
+                return broadcast_once(lhs, semantic.to_tensor(rhs))
             constant = make_constant(lhs, rhs)
             return (lhs, constant) if constant is not None else check_operands(lhs, rhs, *rules, **more)
-        if lhs.type is rhs.type and lhs.dtype.name in numbers:
-            return lhs, rhs
+        if lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in numbers:
+            return broadcast_once(lhs, rhs)
+        if rules[:2] == (True, True) and lhs.dtype.is_ptr() and rhs.dtype.is_int():
+            return broadcast_once(lhs, rhs)
         return check_operands(lhs, rhs, *rules, **more)
 
     tl.block_type.__new__, tl.block_type.__init__ = new_block, init_block_once
@@ -166,7 +173,7 @@ def _keep_types() -> None:
     tl.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
     core._unwrap_if_constexpr = unwrap_once
     semantic.binary_op_type_checking_impl = check_two_operands
-    semantic.broadcast_impl_value = broadcast_once
+    semantic.broadcast_impl_value, semantic.cast = broadcast_once, cast_once
     semantic.builder.options = replace(semantic.builder.options, sanitize_overflow=False)
 
 
