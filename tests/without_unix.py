@@ -20,6 +20,8 @@ import tempfile  # noqa: F401
 import types
 from typing import Any
 
+import filelock
+
 USED = (
     *("numpy", "numba", "faiss", "tokenizers", "torch", "transformers.modeling_utils", "transformers.models.llama.modeling_llama"),
     *("transformers.models.auto.modeling_auto", "uvicorn", "filelock", "watchfiles", "httpx", "multiprocessing.util", "anyio.to_thread"),
@@ -93,6 +95,7 @@ def take_away() -> None:
 
     lock.locking, lock.LK_NBLCK = locking, 2  # type: ignore[attr-defined]
     sys.modules["msvcrt"] = lock
+    filelock.FileLock = filelock.SoftFileLock  # type: ignore[misc]  # its form for Windows is not made on other systems
     for name in MODULES:
         sys.modules[name] = None  # type: ignore[assignment]
     for module, names in ((os, OS), (signal, SIGNALS), (mmap, PAGES)):

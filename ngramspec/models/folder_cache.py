@@ -97,14 +97,13 @@ def write_folder(folder: Path, config: Mapping[str, Any], source: TensorSource, 
         raise NotCachedError("its tokenizer is none of the `tokenizers` library")
     try:
         tokenizer.save_pretrained(folder)
-        again = DeferredTokenizer(folder)
+        found, wanted = _describe_tokenizer(DeferredTokenizer(folder)), _describe_tokenizer(tokenizer)
     except OSError:
         raise
     except Exception as error:  # the libraries raise nothing more specific
-        raise NotCachedError(f"its tokenizer cannot be written: {error}") from error
-    for what, found, wanted in zip(_ASPECTS, _describe_tokenizer(again), _describe_tokenizer(tokenizer), strict=True):
-        if found != wanted:
-            raise NotCachedError(f"its tokenizer has other {what} if it is read from its file alone")
+        raise NotCachedError(f"its tokenizer cannot be written and read back: {error}") from error
+    if other := [what for what, one, two in zip(_ASPECTS, found, wanted, strict=True) if one != two]:
+        raise NotCachedError(f"its tokenizer has other {' and '.join(other)} if it is read from its file alone")
 
 
 _ASPECTS = ("tokens", "special tokens", "chat template", "added tokens", "ids", "texts", "sizes")

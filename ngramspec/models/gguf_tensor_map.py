@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ngramspec.models import qwen3_next
 from ngramspec.models.gguf import Gguf, GgufTensor
@@ -16,35 +15,14 @@ from ngramspec.models.gguf_configs import Config
 from ngramspec.models.gguf_metadata import LONG_FACTORS, SHORT_FACTORS, GgufMetadata
 from ngramspec.models.head_parameters import HEAD, HEAD_LAYER
 from ngramspec.models.latent_weights import BOTH, KEYS, VALUES
-from ngramspec.models.tensor_source import KINDS, RowParts
+from ngramspec.models.tensor_source import KINDS
+from ngramspec.models.tensor_use import TensorUse
 
 # Stems of tensors that are parameters of a module that has others.
 _PARAMETERS = ("altup_correct_scale", "attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
 # Tensors of heads with an embedding or projection of their own, which are not read.
 _OWN_VOCABULARY = ("nextn.embed_tokens", "nextn.shared_head_head")
 _CORRECTION = ".moe_statics.e_score_correction_bias"  # end of a name in ERNIE 4.5; files need not have one
-
-
-class TensorUse(NamedTuple):
-    """How a parameter is made of a tensor."""
-
-    tensor: str
-    rule: str = "same"
-    """One of `start_cache.RULES`, "zeros", "interleaved", "halved", "repeated", "divided", "joined": the rows of `other` follow,
-    "number": one of the metadata's, "in turns": outputs of `tensor` and `other` alternate, "joined heads", "head keys" or "head values":
-    see `latent_weights`."""
-    heads: int = 0
-    """Heads of an interleaving rule or of latent attention, value heads per key head where those of keys are repeated, groups of rows
-    that are divided, or heads of gates (`gated_heads`)."""
-    first: int = 0
-    """The first row that belongs to the parameter, or the index of a number in the array whose key is `tensor`."""
-    end: int = 0
-    """The row after the last one; 0: all rows belong to it."""
-    other: str = ""
-    """Another tensor, whose rows follow, of experts in every expert."""
-    parts: RowParts = ()
-    """Rows of each group that a divided tensor has for the parameter, or of each head for its keys, or those that are halved, or of all
-    keys that are repeated."""
 
 
 _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<kind>weight|bias|scale))?")

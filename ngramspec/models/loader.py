@@ -106,7 +106,7 @@ def open_model(
     progress, cache_dir = progress or _no_progress, cache_dir or default_cache_dir()
     opened = _open(spec, torch.float32, "cpu", tokenizer, progress, cache_dir)
     if tokenizer is None and opened.folder is not None:
-        start_cache.keep_folder(opened.folder, partial(_write_folder, opened), cache_dir, progress)
+        start_cache.keep_folder(opened.folder, partial(_write_folder, opened), cache_dir)
     if quantize:
         opened.source = to_q8_source(opened.source)
     return opened

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.errors import UnsupportedModelError
@@ -40,7 +39,6 @@ from ngramspec.models.folder_cache import ModelFolder, NotCachedError, read_sour
 from ngramspec.models.gated_heads import GATES, JOINED, join_gates
 from ngramspec.models.gguf import Gguf, GgufTensor
 from ngramspec.models.gguf_metadata import read_layer_number
-from ngramspec.models.gguf_tensor_map import TensorUse
 from ngramspec.models.head_parameters import HEAD
 from ngramspec.models.latent_weights import KEYS, VALUES, join_heads, split_heads
 from ngramspec.models.smollm2 import smollm2_gguf
@@ -58,6 +56,7 @@ from ngramspec.models.tensor_source import (
     count_divided_rows,
     interleaved_rows,
 )
+from ngramspec.models.tensor_use import TensorUse
 from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 log = logging.getLogger(__name__)
@@ -167,10 +166,10 @@ def get_derived_folder(
         return folder
 
 
-def keep_folder(path: Path, write: Callable[[Path], None], cache_dir: Path, progress: Progress) -> None:
+def keep_folder(path: Path, write: Callable[[Path], None], cache_dir: Path) -> None:
     """Have `write` fill the derived folder of a folder with safetensors unless it is intact, or the model cannot be kept so."""
     try:
-        _make_cached_folder(ModelFolder(path), lambda _, folder: write(folder), cache_dir, progress)
+        _make_cached_folder(ModelFolder(path), lambda _, folder: write(folder), cache_dir, log.debug)
     except (NotCachedError, OSError) as error:
         log.debug("%s is opened anew at every start: %s", path, error)
 
@@ -215,6 +214,8 @@ def _make_cached_folder(file: _Model, derive: Callable[[_Model, Path], None], ca
     folder = get_folder_path(file, cache_dir)
     if is_intact(folder, file):
         return folder
+    from filelock import FileLock, Timeout  # imports asyncio, which a later start need not wait for
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         lock = FileLock(f"{folder}.lock")

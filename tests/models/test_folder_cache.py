@@ -143,6 +143,9 @@ def test_a_tokenizer_that_transformers_changes_is_not_kept(tmp_path: Path, monke
     monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, ids, **options: plain(self, ids, **options).strip())
     with pytest.raises(NotCachedError, match="other texts"):
         write_folder(folder, {}, opened.source, opened.tokenizer, ())
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, ids: None)  # one that takes other arguments
+    with pytest.raises(NotCachedError, match="read back"):
+        write_folder(folder, {}, opened.source, opened.tokenizer, ())
 
 
 def test_what_lies_in_no_file_is_not_kept(tmp_path: Path) -> None:
