@@ -11,9 +11,9 @@ import dataclasses
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,10 @@ _TYPES: dict[str, type[StoredTensor]] = {
     each.__name__: each
     for each in (
         tensor_source.FileTensor,
-        tensor_source.ZeroTensor,
         tensor_source.DividedTensor,
         expert_weights.JoinedTensor,
         expert_weights.StackedTensor,
-        expert_weights.SplitTensor,
         expert_weights.TransposedTensor,
-        latent_weights.DequantisedTensor,
         latent_weights.JoinedHeads,
     )
 }
@@ -53,9 +50,9 @@ class NotCachedError(Exception):
     """Something of a model that a derived folder cannot hold."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFolder:
-    """A folder with config.json and safetensors."""
+    """A folder with config.json and safetensors, in the state in which its fingerprint was first asked for."""
 
     path: Path
 
@@ -66,14 +63,18 @@ class ModelFolder:
         return repository.removeprefix("models--") if kind == "snapshots" else name
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what identifies the files and their current state without reading weights. Raises ModelNotFoundError, OSError."""
+        """Return what identifies the files and their state without reading weights. Raises ModelNotFoundError, OSError."""
+        return {"parts": self._parts}
+
+    @cached_property
+    def _parts(self) -> list[list[Any]]:
         header_limits.check_files(self.path, str(self.path))
         parts = []
         for path in sorted({path for pattern in _READ for path in self.path.glob(pattern)}):
             status = path.stat()
             name = path.relative_to(self.path).as_posix()
             parts.append([name, str(path.resolve()), status.st_size, status.st_mtime_ns, hashlib.sha256(_read_text(path)).hexdigest()])
-        return {"parts": parts}
+        return parts
 
 
 def _read_text(path: Path) -> bytes:
@@ -157,7 +158,7 @@ def _encode(value: Any) -> Any:
     return [_encode(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _decode(value: Any, open_file: Any) -> Any:
+def _decode(value: Any, open_file: Callable[[str], WeightFile]) -> Any:
     if isinstance(value, list):
         return tuple(_decode(each, open_file) for each in value)
     if not isinstance(value, dict):

@@ -215,8 +215,8 @@ class Q8Tensor(StoredTensor):
     def rows(self, first: int, end: int) -> np.ndarray:
         from ngramspec.models.q8_blocks import quantise_rows  # imports numba
 
-        if self.stored.kind in ("F32", "BF16"):
-            return quantise_rows(self.stored.kind, self.stored.rows(first, end))
+        if self.stored.kind == "BF16":
+            return quantise_rows("BF16", self.stored.rows(first, end))
         return quantise_rows("F32", self.stored.values(first, end).view(np.uint8))
 
 
