@@ -219,6 +219,15 @@ class ServerOptions(TypedDict, total=False):
             metavar="LINES",
         ),
     ]
+    fim_suffix_tokens: Annotated[
+        int,
+        option(
+            _LOAD,
+            "Most tokens after the cursor in prompts of --fim-order prefix-first, which compute them again at every key. Default: 512, as "
+            "in llama.cpp's server; 0: all.",
+            metavar="N",
+        ),
+    ]
     fim_ahead: Annotated[
         bool,
         option(

@@ -108,14 +108,15 @@ FORMATS = (
 class Fim:
     """One tokenizer's way to fill in the middle. Threads may share it."""
 
-    def __init__(self, form: Format, tokenizer: Any, order: Order = "prefix-first", window: Window = 0) -> None:
+    def __init__(self, form: Format, tokenizer: Any, order: Order = "prefix-first", window: Window = 0, suffix_tokens: int = 0) -> None:
         """Read the control tokens' ids.
 
         `order`: what stands first where the format has a token before the middle; see `Order`. `window`: a prefix of this many lines is a
         window that moves with the cursor, and begins where `_begin_window` says; "any": every prefix of some length is. Unless it is 0,
-        many further files begin where `_begin_files` says.
+        many further files begin where `_begin_files` says. `suffix_tokens`: the most tokens of the suffix that a prompt shows where the
+        suffix stands behind the prefix, and is therefore computed again at every key; 0: all of them.
         """
-        self.format, self.order, self.window = form, order, window
+        self.format, self.order, self.window, self.suffix_tokens = form, order, window, suffix_tokens
         backend = tokenizer.backend_tokenizer
         self._added = _added(tokenizer)
         self._plain, self._control = make_plain_tokenizer(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
@@ -127,7 +128,7 @@ class Fim:
         """Ids that the middle never contains: whatever ends a text, and the format's own control tokens."""
 
     @classmethod
-    def detect(cls, tokenizer: Any, order: Order = "prefix-first", window: Window = 0) -> Self | None:
+    def detect(cls, tokenizer: Any, order: Order = "prefix-first", window: Window = 0, suffix_tokens: int = 0) -> Self | None:
         """Return the format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
 
         `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None. The rest: see
@@ -136,7 +137,8 @@ class Fim:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return None
         added = _added(tokenizer)
-        return next((cls(form, tokenizer, order, window) for form in FORMATS if all(token in added for token in form.required)), None)
+        found = next((form for form in FORMATS if all(token in added for token in form.required)), None)
+        return None if found is None else cls(found, tokenizer, order, window, suffix_tokens)
 
     def prompt(
         self,
@@ -205,6 +207,8 @@ class Fim:
             raise ValueError(f"a prompt to fill in the middle has {fixed} control tokens; {limit} are not enough")
         room = None if limit is None else limit - fixed
         tail = self._encode(suffix, inner=True)
+        if self.suffix_tokens and not self._is_suffix_first:
+            tail = tail[: self.suffix_tokens]
         head = self._encode(prefix, inner=bool(files) and form.file is None)
         lead, current = self._around(path, repo)
         left = None if room is None else room - sum(map(len, (head, tail, lead, current)))

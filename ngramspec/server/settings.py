@@ -236,6 +236,9 @@ class ServerSettings(BaseSettings):
     """Lines before the cursor that an editor sends of a file that has more; llama.vim's and llama.vscode's `n_prefix`. A prefix of as many
     begins with a line of its first quarter that stays the same while the cursor goes down, so that the prefix cache has the prompt's
     beginning after each new line. "any": every prefix of 32 lines or more does; 0: none."""
+    fim_suffix_tokens: int = Field(default=512, ge=0)
+    """Most tokens after the cursor in a prompt that shows them behind what stands before it, where they are computed again at every key;
+    llama.cpp's server keeps as many. 0: all."""
     fim_ahead: bool = True
     """While nothing else runs, compute into the prefix cache the prompt that follows if a suggestion is accepted, and that of the window
     which begins elsewhere soon."""

@@ -237,6 +237,23 @@ def test_too_long_for_the_room_keeps_three_to_one() -> None:
     assert 350 < len(short_head[1]) <= 380
 
 
+@pytest.mark.parametrize("name", TOKENS)
+def test_the_suffix_is_cut_only_where_each_key_computes_it_again(name: str) -> None:
+    tokenizer = bytes_tokenizer(TOKENS[name])
+    orders: tuple[Order, ...] = ("prefix-first", "suffix-first")
+    for order in orders:
+        whole, cut = Fim.detect(tokenizer, order), Fim.detect(tokenizer, order, suffix_tokens=20)
+        assert whole is not None
+        assert cut is not None
+        is_cut = order == "prefix-first" and cut.format.middle is not None
+        shown = SUFFIX + "b" * 100
+        expected = ids_of(tokenizer, shown)[:20] if is_cut else ids_of(tokenizer, shown)
+        assert cut.prompt(PREFIX, shown, FILES) == whole.prompt(PREFIX, tokenizer.decode(expected), FILES)
+        assert cut.prompt(PREFIX, "b" * 20) == whole.prompt(PREFIX, "b" * 20)
+        named = list(cut.list_next_prompts(PREFIX, shown, "x = 1\n"))
+        assert named[-1] == cut.prompt(PREFIX + "x = 1\n", shown)
+
+
 def test_files_that_do_not_fit_go_from_the_first_on() -> None:
     fim = detect(QWEN)
     files = [(f"f{i}.py", f"x{i} = {i}\n") for i in range(4)]

@@ -286,6 +286,17 @@ def test_texts_inject_nothing(editor: httpx.Client, fim_engine: Engine) -> None:
     assert answer["tokens_evaluated"] == spelled + len("repository\ntmp\n\nfilename\n") + 6, "a token for each byte, and six control tokens"
 
 
+@pytest.mark.parametrize(("kept", "shown"), [(None, 512), (20, 20), (0, 900)])
+def test_a_long_suffix_is_cut(fim_engine: Engine, make_server: Callable[..., Any], kept: int | None, shown: int) -> None:
+    settings = ServerSettings() if kept is None else ServerSettings(fim_suffix_tokens=kept)
+    with httpx.Client(base_url=make_server(settings, fim_engine).url, timeout=60) as client:
+        before, after = "x = 1\n" * 10, "y = 2\n" * 150
+        answer = post(client, "/infill", {"input_prefix": before, "input_suffix": after, "n_predict": 1})
+        assert answer["prompt"] == f"<|fim_prefix|>{before}<|fim_suffix|>{after[:shown]}<|fim_middle|>"
+        body = {"prompt": before, "suffix": after, "max_tokens": 1}
+        assert post(client, "/v1/completions", body)["usage"]["prompt_tokens"] == len(before) + shown + 3
+
+
 def test_a_file_that_is_too_long_is_cut(editor: httpx.Client, fim_engine: Engine) -> None:
     body = {"input_prefix": "x = 1\n" * 400, "input_suffix": "y = 2\n" * 400, "input_extra": RING, "n_predict": 5}
     answer = post(editor, "/infill", body)
