@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.common import Prompt
 from ngramspec import SamplingParams
 from ngramspec.backends.base import Output
-from ngramspec.engine.acceptance import ExactMatch, Steps
+from ngramspec.engine.acceptance import AcceptedTokens, ExactMatch
 from ngramspec.engine.sequence import Sequence
 from ngramspec.sampling.batch import Span
 from ngramspec.sampling.verify import match_draft
@@ -104,12 +104,12 @@ class Recital(ExactMatch):
         output = self.outputs.get(tuple(prompt))
         return params if output is None else dataclasses.replace(params, max_tokens=len(output), ignore_eos=True)
 
-    def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
+    def iterate_accepted(self, seq: Sequence, output: Output, span: Span) -> AcceptedTokens:
         if seq not in self._known:
             self._known[seq] = self.outputs.get(tuple(seq.tokens[: seq.n_prompt].tolist()))
         text = self._known[seq]
         if text is None:
-            return super().steps(seq, output, span)
+            return super().iterate_accepted(seq, output, span)
         by_device = span.sampler is not None and span.sampler.on_device
         rows = None if by_device else output.logits(span.root_logits, span.end_logits)
 

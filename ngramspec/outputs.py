@@ -35,7 +35,7 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def first(self, n: int) -> DraftTree:
+    def take_first(self, n: int) -> DraftTree:
         """Return the tree of the first n nodes."""
         if n >= len(self):
             return self

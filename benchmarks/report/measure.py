@@ -30,7 +30,7 @@ from benchmarks.replay import make_peers
 from benchmarks.report.categories import Category
 from ngramspec import Engine, SamplingParams
 from ngramspec.defaults import SPEC_LENGTH, SPEC_ROWS
-from ngramspec.engine.acceptance import acceptance
+from ngramspec.engine.acceptance import make_acceptance
 from ngramspec.outputs import KEPT
 from ngramspec.papers.count_drafter import Counts
 from ngramspec.papers.registry import make_drafter
@@ -128,7 +128,7 @@ class Bench:
 
         def ours(make: Make, *, slope: float | None = None, rule: str = "walk", speculation: bool = True, **more: Any) -> Contender:
             cost = self.engine.cost if slope is None else FixedCost(slope, self.engine.cost.max_rows)
-            parts = {"speculator": make(), "cost": CountedCost(cost, self.prices), "acceptance": acceptance(rule)}
+            parts = {"speculator": make(), "cost": CountedCost(cost, self.prices), "acceptance": make_acceptance(rule)}
             return OurEngine(self.engine, self.params(temperature), speculation, **parts, **more)
 
         found: dict[str, Callable[[], Contender]] = {OFF: partial(ours, lambda: self.default, speculation=False)}
@@ -266,7 +266,7 @@ def _texts(bench: Bench, state: ResultLog, category: Category, temperature: floa
     key = bench.key(category, temperature, TEXTS) | {"followed": common.hash_outputs(prompt.ids for prompt in category.followed)}
     if state.get(key) is None:
         say(f"writing {len(category.followed)} texts: {category.name} at {temperature:g}")
-        bench.engine.use(speculator=bench.default, cost=bench.engine.cost, acceptance=acceptance())
+        bench.engine.use(speculator=bench.default, cost=bench.engine.cost, acceptance=make_acceptance())
         done = bench.engine.complete([prompt.ids for prompt in category.followed], bench.params(temperature, logprobs=KEPT))
         texts = [{"prompt": each.prompt_token_ids, "output": each.token_ids, **common.get_candidates(each)} for each in done]
         state.add({"key": key, "contender": TEXTS, "texts": texts})

@@ -23,7 +23,7 @@ from ngramspec.sampling.verify import match_draft
 from ngramspec.sampling_params import SamplingParams
 
 # Accepted tokens in order: (token, the draft node that carried it or -1, its log-probability if wanted).
-Steps: TypeAlias = Iterator[tuple[int, int, TokenLogprob | None]]
+AcceptedTokens: TypeAlias = Iterator[tuple[int, int, TokenLogprob | None]]
 
 
 class Acceptance(ABC):
@@ -35,7 +35,7 @@ class Acceptance(ABC):
     """What the pass has matched with the sampler's own tokens (`Output.get_matches`) is what is accepted."""
 
     @abstractmethod
-    def exactness(self, computed: str, params: SamplingParams) -> str:
+    def derive_exactness(self, computed: str, params: SamplingParams) -> str:
         """Return the exactness of output made with drafts if passes are `computed` "bitwise" or "numerical"."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class Acceptance(ABC):
         """Return whether the sequence's tokens are its sampler's own, so that all may be matched at once (`verify.match_batch`)."""
 
     @abstractmethod
-    def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
+    def iterate_accepted(self, seq: Sequence, output: Output, span: Span) -> AcceptedTokens:
         """Yield the accepted tokens one by one: each may depend on those before, which have been appended."""
 
     def accept(self, seq: Sequence, output: Output, span: Span) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +52,7 @@ class Acceptance(ABC):
         Returns (tokens, nodes of the path), both int32.
         """
         tokens, path = [], []
-        for token, node, logprob in self.steps(seq, output, span):
+        for token, node, logprob in self.iterate_accepted(seq, output, span):
             tokens.append(token)
             if node >= 0:
                 path.append(node)
@@ -66,13 +66,13 @@ class ExactMatch(Acceptance):
 
     name = "walk"
 
-    def exactness(self, computed: str, params: SamplingParams) -> str:
+    def derive_exactness(self, computed: str, params: SamplingParams) -> str:
         return computed
 
     def samples_on_device(self, seq: Sequence) -> bool:
         return True
 
-    def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
+    def iterate_accepted(self, seq: Sequence, output: Output, span: Span) -> AcceptedTokens:
         """Yield tokens sampled from the logits rows of the path. Raises NotFiniteError."""
         rows = output.logits(span.root_logits, span.end_logits)
         logprob = None
@@ -98,38 +98,38 @@ class RelaxedAcceptance(Acceptance):
         self.rejection, self.lenience = rejection, lenience
         self._exact = ExactMatch()
 
-    def _matches(self, params: SamplingParams) -> bool:
+    def _uses_exact_match(self, params: SamplingParams) -> bool:
         return self.lenience == 1 and not (self.rejection and params.temperature > 0)
 
-    def exactness(self, computed: str, params: SamplingParams) -> str:
+    def derive_exactness(self, computed: str, params: SamplingParams) -> str:
         if self.lenience < 1:
             return "lenient"
-        return computed if self._matches(params) else "distribution"
+        return computed if self._uses_exact_match(params) else "distribution"
 
     def samples_on_device(self, seq: Sequence) -> bool:
-        return self._matches(seq.params)
+        return self._uses_exact_match(seq.params)
 
-    def steps(self, seq: Sequence, output: Output, span: Span) -> Steps:
-        if self._matches(seq.params):
-            yield from self._exact.steps(seq, output, span)
+    def iterate_accepted(self, seq: Sequence, output: Output, span: Span) -> AcceptedTokens:
+        if self._uses_exact_match(seq.params):
+            yield from self._exact.iterate_accepted(seq, output, span)
             return
         rows, n, sampler = output.logits(span.root_logits, span.end_logits), seq.n_output, seq.sampler
 
-        def uniform(depth: int, k: int) -> float:
+        def draw_uniform(depth: int, k: int) -> float:
             lane = 2 * k + 2  # drafters that guess what the request would sample use lane 0
             return uniform_bits(sampler.seed, sampler.index, n + depth, lane) / 2**FRACTION_BITS
 
         if seq.params.temperature == 0:
             steps = accept_leniently(seq.tree, lambda row: sampler.adjust_logits(rows[row], seq.n_output), self.lenience)
         else:
-            steps = reject(seq.tree, lambda row: sampler.compute_weights(rows[row], seq.n_output), uniform, self.lenience)
+            steps = reject(seq.tree, lambda row: sampler.compute_weights(rows[row], seq.n_output), draw_uniform, self.lenience)
         row = 0
         for token, node in steps:
             yield token, node, sampler.score(rows[row], seq.n_output, token)
             row = node + 1
 
 
-def acceptance(name: str = "walk", lenience: float = 1.0) -> Acceptance:
+def make_acceptance(name: str = "walk", lenience: float = 1.0) -> Acceptance:
     """Return the rule named "walk" (exact match) or "rejection"; `lenience` in (0, 1]. Raises InvalidInputError."""
     if name not in ("walk", "rejection"):
         raise InvalidInputError(f"acceptance must be 'walk' or 'rejection', got {name!r}")

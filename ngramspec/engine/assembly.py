@@ -86,8 +86,8 @@ class BoundModel:
     runner: Runner
     cost: CostModel
     encoding: Encoding
-    keep: Callable[[], None]
-    """Leave to later starts what was learned of the cost of passes."""
+    save_start_record: Callable[[], None]
+    """Writes what this start has learned of the cost of passes to the start cache, for later starts."""
     code: background_compiler.BackgroundCompiler | None = None
     """Compiles what drafting and native steps need; None if that has been compiled."""
 
@@ -220,21 +220,22 @@ def _bind(start: _Start, modules: bool) -> BoundModel:
         convex=not runner.has_experts,
     )  # fmt: skip
 
-    def keep() -> None:
+    def save_start_record() -> None:
         if kept and isinstance(runner, LlamaRunner) and runner.exactness == "bitwise" and (weight_map := runner.weight_map) is not None:
             learned = cost.learned if cost.n_seen >= LEARNED else taught
             document = {"recipe": weight_map.to_json(), "measured_ms": times, "learned": learned}
             if document != found:
                 kept.write(document)
 
-    keep()
+    save_start_record()
     if code is not None:
         code.go_on()
     log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_tokens)
     encoding = Encoding(about.tokenizer, runner.vocab_size)
     return BoundModel(
-        about.name, about.architecture, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding, keep, code
-    )
+        about.name, about.architecture, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding,
+        save_start_record, code,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +388,9 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     return PrefixStore(folder, pool)
 
 
-def speculator(config: EngineConfig, runner: Runner, cost: CostModel, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
+def make_speculator(
+    config: EngineConfig, runner: Runner, cost: CostModel, drafters: Sequence[Drafter], alone: Drafter | None
+) -> Speculator:
     """Make what an engine with these settings drafts with."""
     if not config.speculation:
         return Speculator()

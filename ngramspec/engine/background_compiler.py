@@ -111,7 +111,7 @@ def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) ->
 def is_compiled() -> bool:
     """Return whether the machine code of the largest functions is kept, of this version, and of those that children compile last."""
     last = step_functions.draft_trees, lookup.propose_batch
-    return all(map(code_cache.is_kept, (llama_pass.run_thread, step_functions.advance, step_functions.learn_verified, *last)))
+    return all(map(code_cache.is_kept, (llama_pass.run_thread, step_functions.accept_and_prepare, step_functions.learn_verified, *last)))
 
 
 class BackgroundCompiler:

@@ -51,7 +51,7 @@ def search_beams(
     )
     over = False
 
-    def turn() -> None:
+    def run_search_step() -> None:
         nonlocal over
         try:
             search.stopped |= should_stop()
@@ -66,7 +66,7 @@ def search_beams(
                 search.close()
 
     try:
-        thread.call(turn, until=lambda: over)
+        thread.call(run_search_step, until=lambda: over)
     except BaseException:
         search.stopped = True  # if the caller was interrupted, it goes no further
         raise

@@ -20,7 +20,7 @@ import numpy as np
 from ngramspec.config import EngineConfig
 from ngramspec.datastore.reader import Datastore
 from ngramspec.engine import assembly, native_steps
-from ngramspec.engine.acceptance import Acceptance, acceptance
+from ngramspec.engine.acceptance import Acceptance, make_acceptance
 from ngramspec.engine.assembly import Progress
 from ngramspec.engine.background_compiler import DRAFTING, SAMPLING, STAGES, BackgroundCompiler, warm_up
 from ngramspec.engine.generation import GenerationMethods
@@ -70,7 +70,7 @@ class Engine(GenerationMethods):
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        """`model`: a folder, hub name, GGUF file, `smollm2`, or a loaded model (which the engine takes over and changes).
+        """Load `model`: a folder, hub name, GGUF file, `smollm2`, or a loaded model (which the engine takes over and changes).
 
         `options`: settings by their names in `EngineConfig`, which says what they mean; or a `config` that has them.
 
@@ -119,8 +119,8 @@ class Engine(GenerationMethods):
                     check_store(store, encoding, name)
 
             bound = assembly.bind(model, tokenizer, config, device, report, bool(drafters or alone), end_with_caller, check_stores)
-            drafts = assembly.speculator(config, bound.runner, bound.cost, drafters, alone)
-            core = Core(bound.runner, drafts, bound.cost, thread.fail, acceptance(config.acceptance, config.lenience))
+            drafts = assembly.make_speculator(config, bound.runner, bound.cost, drafters, alone)
+            core = Core(bound.runner, drafts, bound.cost, thread.fail, make_acceptance(config.acceptance, config.lenience))
             if bound.code is not None:
                 core.lacks_code = core.lacks_sampling = True
             core.prefixes = assembly.open_prefix_store(config, bound.runner)
@@ -133,7 +133,7 @@ class Engine(GenerationMethods):
         self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
         self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
         self.exactness, self.vocab_size = bound.runner.exactness, bound.runner.vocab_size
-        self._keep, self._architecture = bound.keep, bound.architecture
+        self._save_start_record, self._architecture = bound.save_start_record, bound.architecture
         self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
         self._inputs = InputProcessor(bound.encoding, self._grammars, bound.eos_token_ids, self.max_model_len, self.prefix_cache)
         self._datastores: dict[str, Datastore] = stores  # replaced as a whole, never changed
@@ -209,7 +209,7 @@ class Engine(GenerationMethods):
         speculator's drafters raise at `bind`.
         """
 
-        def change() -> None:
+        def replace_parts() -> None:
             if self.core.scheduler.has_work:
                 raise InvalidInputError("parts of the engine change only while no request is under way")
             if speculator is not None:
@@ -221,7 +221,7 @@ class Engine(GenerationMethods):
             if drafts_forced_tokens is not None:
                 self.core.drafts_forced_tokens = drafts_forced_tokens
 
-        self._thread.call(change)
+        self._thread.call(replace_parts)
 
     def time_pass(self, rows: int, context: int) -> float:
         """Return the milliseconds of one pass with `rows` rows of one sequence (a root and a chain) after `context` tokens."""
@@ -289,7 +289,7 @@ class Engine(GenerationMethods):
             ids.tolist(),
             [],
             params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1),
-            self._exactness(params, hints.get("speculation", True)),
+            self._derive_exactness(params, hints.get("speculation", True)),
             precision=self.runner.precision,
         )
         seqs = self._inputs.make_sequences(ids, params, completion, hints)
@@ -384,15 +384,15 @@ class Engine(GenerationMethods):
     @property
     def promise(self) -> str:
         """The least `Completion.exactness` that any completion of this engine can have."""
-        return self._exactness(_LEAST_EXACT, speculation=True)
+        return self._derive_exactness(_LEAST_EXACT, speculation=True)
 
     @property
     def precision(self) -> str:
         """The precision of products with the model's weights: "int8" or a dtype."""
         return self.runner.precision
 
-    def _exactness(self, params: SamplingParams, speculation: bool) -> str:
-        return self.acceptance.exactness(self.exactness, params) if speculation and self.speculator.active else self.exactness
+    def _derive_exactness(self, params: SamplingParams, speculation: bool) -> str:
+        return self.acceptance.derive_exactness(self.exactness, params) if speculation and self.speculator.active else self.exactness
 
     def props(self) -> dict[str, Any]:
         """Return what this engine is: model, exactness, limits, measured costs."""
@@ -482,7 +482,7 @@ class Engine(GenerationMethods):
         if self._code is not None:
             self._code.close()
         self._grammars.close()
-        self._keep()
+        self._save_start_record()
 
     def __enter__(self) -> Self:
         return self
@@ -493,7 +493,7 @@ class Engine(GenerationMethods):
 
 def _release(thread: StepThread, code: BackgroundCompiler | None, grammars: Grammars) -> None:
     """End the thread and processes of an engine that was dropped without being closed; requests under way are finished."""
-    thread.abandon()
+    thread.close_when_idle()
     if code is not None:
         code.close()
     grammars.close()

@@ -1,7 +1,7 @@
 """Several steps in one call, while no sequence needs a hook in Python.
 
 A step whose sequences all decode and want nothing but their tokens needs no Python between one forward pass and the next. Here one compiled
-call (`step_functions.advance`) stands between two passes: accept and commit the last one, then draft and pack the next. Nothing else would
+call (`accept_and_prepare`) stands between two passes: accept and commit the last one, then draft and pack the next. Nothing else would
 be as fast: a pass fills the processor's caches with weights, after which a line of Python takes five times as long as in a loop.
 
 The loop ends when a sequence ends or lacks room, when somebody calls the engine, and after MAX_STEPS or MAX_MS. The forward pass is handed
@@ -34,8 +34,8 @@ from ngramspec.engine.step_functions import (
     PREPARE,
     UPDATE,
     LoopState,
+    accept_and_prepare,
     accept_pass,
-    advance,
     begin_call,
     draft_trees,
     get_functions,
@@ -167,7 +167,7 @@ def compile_steps(forward: NativeForward, pool: BlockTables) -> None:
     state = _make_loop(forward, pool)
     for function in (prepare_pass, accept_pass):
         find_address(function, state, forward.inputs)
-    advance.compile((numba.typeof(state), numba.typeof(forward.inputs), types.boolean))
+    accept_and_prepare.compile((numba.typeof(state), numba.typeof(forward.inputs), types.boolean))
     get_moves(state)
 
 
@@ -274,7 +274,7 @@ def _run_steps(state: Any, forward: NativeForward, records: np.ndarray, interrup
         forward.run()
         computed = clock()
         times += started, computed
-        flags = advance(state, inputs, (computed - began) * 1e3 > MAX_MS or bool(interrupt[0]))
+        flags = accept_and_prepare(state, inputs, (computed - began) * 1e3 > MAX_MS or bool(interrupt[0]))
         if flags & HAS_MOVES:
             forward.keep_paths(*get_moves(state))
     records = records[: len(times) // 2]

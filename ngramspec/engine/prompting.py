@@ -63,7 +63,7 @@ class PromptMaker:
             check_unicode(text, name)
         length = self._max_model_len
         try:
-            ids = self.fim.prompt(prefix, suffix, files, limit=length - min(params.max_tokens, length // 2), **names)
+            ids = self.fim.make_prompt(prefix, suffix, files, limit=length - min(params.max_tokens, length // 2), **names)
         except ValueError as error:
             raise PromptTooLongError(str(error)) from None
         if params.ignore_eos:

@@ -307,7 +307,7 @@ class Core:
                 given, tree = tree, self._follow_grammar(seq, tree, plan, base, room)
                 room -= len(tree) - len(given)
             n = pool.reserve_after(seq.slot, seq.n_tokens, len(tree))  # a full pool: a smaller tree
-            seq.tree = tree.first(n) if n else None
+            seq.tree = tree.take_first(n) if n else None
 
     def _follow_grammar(self, seq: Sequence, tree: DraftTree, plan: StepPlan, base: int, room: int) -> DraftTree:
         """Return the tree without what the sequence's grammar forbids, and with its forced tokens if these pay."""
@@ -332,9 +332,9 @@ class Core:
         return pauses
 
     def _pack(self, rows: list[ScheduledRows]) -> Batch:
-        return pack([self._span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)
+        return pack([self._make_span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)
 
-    def _span(self, rows: ScheduledRows) -> Span:
+    def _make_span(self, rows: ScheduledRows) -> Span:
         seq, first, samples = rows.seq, rows.seq.n_computed, rows.samples
         logits = rows.n_rows if seq.lacks_prompt_logprobs else int(samples)
         sampler = seq.sampler if samples and self.acceptance.samples_on_device(seq) else None
@@ -387,7 +387,7 @@ class Core:
     def _commit(self, accepted: list[Accepted], batch: Batch, output: Output) -> list[Sequence]:
         """Keep the accepted paths' keys and values and drop the rest; count the pass and let the speculator learn from it."""
         accepted = [each for each in accepted if each.seq.slot >= 0]
-        self._keep(accepted, output)
+        self._commit_kv(accepted, output)
         self._observers.record_pass(accepted, batch)
         changed, going_on = list[Sequence](), list[Accepted]()
         heard: list[tuple[int, int, int]] = []
@@ -420,7 +420,7 @@ class Core:
             self.speculator.observe(slots, *accepted_paths, make_pass_topk(heard, batch, output))
         return changed
 
-    def _keep(self, accepted: list[Accepted], output: Output) -> None:
+    def _commit_kv(self, accepted: list[Accepted], output: Output) -> None:
         """Set `n_computed` to the rows of known tokens and accepted paths, and move the paths whose KV lies elsewhere than their tokens."""
         moved = []
         for each in accepted:

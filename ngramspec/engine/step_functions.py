@@ -1,6 +1,6 @@
 """The verbs of a step, compiled: functions over the sequence table [B] of SEQUENCE and the arrays of one batch.
 
-Between two forward passes `native_steps` calls `advance`: `accept_pass`, then `prepare_pass`. Each of the others does one verb for all
+Between two forward passes `native_steps` calls `accept_and_prepare`. Each of the other functions does one verb for all
 sequences: who gets a draft, draft, pack, append what was accepted, keep its keys and values, count it, learn from it. What outlives a verb
 is in a `LoopState`. Its larger functions are called by address: compiled into one another they would take several times as long.
 """
@@ -322,8 +322,8 @@ def accept_pass(t, p):
 
 
 @njit(cache=True, nogil=True)
-def advance(t, p, stop):
-    """Accept, and unless there is a reason to stop prepare the next pass -> IS_OVER and HAS_MOVES, added up."""
+def accept_and_prepare(t, p, stop):
+    """Accept the pass and, unless there is a reason to stop, prepare the next -> the sum of IS_OVER and HAS_MOVES."""
     call_compiled(t.functions[ACCEPT], (t, p))
     is_over = t.is_over or stop or t.step == len(t.records)
     if not is_over:

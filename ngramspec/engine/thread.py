@@ -133,7 +133,7 @@ class StepThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def abandon(self) -> None:
+    def close_when_idle(self) -> None:
         """Stop once no request is under way, and free the model: nobody can make another request. Waits for nothing."""
         if self._forked:
             return

@@ -187,7 +187,7 @@ class BeamSearch:
             n = min(len(tree), pool.max_blocks * BLOCK - len(beam.tokens))
             while n and not pool.reserve(self.slots[beam.lane], len(beam.tokens) + n):  # a full pool: a smaller tree
                 n //= 2
-            beam.tree = tree.first(n) if n else None
+            beam.tree = tree.take_first(n) if n else None
 
     def _choose_trees(self) -> list[DraftTree]:
         """Choose the draft nodes that make most search steps per second.

@@ -219,7 +219,7 @@ class TreeProposer(Speculator):
             )  # fmt: skip
         for d in self._topk_readers:
             for slot, n, likely in iterate_topk(seen):
-                self._call_drafter(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).first(n - 1), likely)
+                self._call_drafter(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).take_first(n - 1), likely)
         verified = *concatenate_ragged(accepted), *concatenate_ragged(paths)
         new_start, new, path_start, path = verified
         b = 0

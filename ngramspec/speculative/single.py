@@ -106,7 +106,7 @@ class SingleDrafter(Speculator):
 
     def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: PassTopK | None = None) -> None:
         for slot, n, likely in iterate_topk(seen):
-            self._call_drafter("on_topk", slot, self._trees.get(slot, NO_TREE).first(n - 1), likely)
+            self._call_drafter("on_topk", slot, self._trees.get(slot, NO_TREE).take_first(n - 1), likely)
         for slot, tokens, path in zip(slots.tolist(), accepted, paths, strict=True):
             tree = self._trees.get(slot)
             rejected = np.empty(0, np.int32) if tree is None else np.delete(tree.tokens, path[path >= 0])
