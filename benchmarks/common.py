@@ -219,7 +219,7 @@ def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
             raise ValueError(f"{where}: a row with a `suffix` must have a `prompt` of text")
         if (fim := Fim.detect(tokenizer)) is None:
             raise ValueError(f"{where}: the row has a `suffix`, and the model has no tokens to fill in the middle")
-        ids = fim.prompt(prompt, suffix)
+        ids = fim.make_prompt(prompt, suffix)
     elif messages:
         ids = encode_chat(get_first_turn(messages), tokenizer)
     else:

@@ -72,7 +72,7 @@ def read_rows(path: Path, tokenizer: Any, limit: int) -> list[dict[str, Any]]:
         elif row.get("suffix") is not None:
             if fim is None:
                 raise SystemExit(f"{path.name} has prompts to fill in the middle, for which the model has no tokens")
-            ids = fim.prompt(row["prompt"], row["suffix"])
+            ids = fim.make_prompt(row["prompt"], row["suffix"])
         else:
             text = row["prompt"]
             ids = tokenizer(text)["input_ids"]

@@ -36,7 +36,7 @@ def encode_prompt(row: dict[str, Any], tokenizer: Any, fim: Fim | None) -> list[
     if row.get("suffix") is not None:
         if fim is None:
             raise SystemExit("the prompts have a suffix, and the model cannot fill in the middle")
-        return fim.prompt(row["prompt"], row["suffix"])
+        return fim.make_prompt(row["prompt"], row["suffix"])
     return list(tokenizer(row["prompt"], add_special_tokens=False)["input_ids"])
 
 

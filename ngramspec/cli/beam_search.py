@@ -14,7 +14,7 @@ from ngramspec.config import EngineConfig
 
 
 @with_options("beam", engine_settings=EngineConfig)
-def beam(
+def run_beam_search(
     *,
     prompt: Prompt = None,
     file: PromptFile = None,

@@ -49,7 +49,7 @@ def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., Non
         parameters: list[inspect.Parameter] = []
         for name, own in inspect.signature(function, eval_str=True).parameters.items():
             if name in options:
-                parameters += map(_parameter, options[name])
+                parameters += map(_make_parameter, options[name])
             elif name in tables:
                 parameters += _typed_parameters(tables[name])
             else:
@@ -62,7 +62,7 @@ def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., Non
             given: dict[str, dict[str, Any]] = {}
             for name, table in tables.items():
                 if name in options:
-                    given[name] = _given(options[name], values, context)
+                    given[name] = _take_given(options[name], values, context)
                     table(**given[name])  # checks what depends on several values
                 else:
                     typed = {field: _convert(values.pop(field), *declared[1:]) for field, declared in _read_metadata(table).items()}
@@ -95,20 +95,20 @@ def _typed_parameters(table: type) -> list[inspect.Parameter]:
     ]
 
 
-def _flags(each: Option) -> tuple[str, ...]:
+def _list_flags(each: Option) -> tuple[str, ...]:
     return each.flags or ("--no-" + each.flag.removeprefix("--") if each.default is True else each.flag,)
 
 
 def _is_negative(each: Option) -> bool:
     """Return whether this is a switch that is on, and whose flag turns it off."""
-    return each.default is True and "/" not in _flags(each)[0]
+    return each.default is True and "/" not in _list_flags(each)[0]
 
 
-def _parameter(each: Option) -> inspect.Parameter:
+def _make_parameter(each: Option) -> inspect.Parameter:
     help_text, default = each.help, each.default
     if _is_negative(each):
         help_text, default = each.off or f"Off: {each.help}", False
-    declared = option(each.panel or SAMPLING, help_text, *_flags(each), metavar=each.metavar)
+    declared = option(each.panel or SAMPLING, help_text, *_list_flags(each), metavar=each.metavar)
     annotation: Any = _TYPES[type(each.kind)]
     if each.metavar == _SIZE:
         annotation, default = str, None if default is None else format_size(default)
@@ -126,11 +126,11 @@ def _rank(parameter: inspect.Parameter) -> int:
     return _PANELS.index(panel) if panel in _PANELS else len(_PANELS) + (panel == OUTPUT)
 
 
-def _given(options: list[Option], values: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+def _take_given(options: list[Option], values: dict[str, Any], context: typer.Context) -> dict[str, Any]:
     """Take the values of these options out of `values`, and return those that were given."""
     given = {}
     for each in options:
-        value, flag = values.pop(each.name), _flags(each)[0]
+        value, flag = values.pop(each.name), _list_flags(each)[0]
         if (source := context.get_parameter_source(each.name)) is None or source.name == "DEFAULT":
             continue
         if isinstance(each.kind, Flag):

@@ -20,12 +20,12 @@ def keep_interrupts() -> Iterator[None]:
         return
     was_interrupted = False
 
-    def interrupt(*_: Any) -> None:
+    def raise_interrupt(*_: Any) -> None:
         nonlocal was_interrupted
         was_interrupted = True
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, raise_interrupt)
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from ngramspec.cli.interrupts import INTERRUPTED, keep_interrupts
 
 # Name → module of this package and what it has there: a function, or a Typer application of commands
 _COMMANDS = {
-    "beam": "beam_search:beam",
+    "beam": "beam_search:run_beam_search",
     "build-datastore": "datastore:build_datastore",
     "plan": "plan:plan",
     "serve": "serve:serve",
@@ -171,7 +171,7 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def _common(
+def _check_current_folder(
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
     if not has_current_folder():

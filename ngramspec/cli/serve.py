@@ -193,14 +193,14 @@ def _run_server(
     def make_engine() -> Engine:
         return common.open_engine(model, progress=common.ThrottledLines(lambda stage: logs.event("loading", stage)), **engine)
 
-    def ready(url: str, engine: Engine) -> None:
+    def print_editor_settings(url: str, engine: Engine) -> None:
         if paths:
             infill, keys = Fim.detect(engine.tokenizer) is not None, bool(settings.api_keys)
             print(editors.format_settings(url, (settings.alias or (engine.name,))[0], paths, infill=infill, keys=keys), flush=True)
 
     try:
         repositories = Repositories(paths, cache_dir() / "stores", with_installed=with_installed, max_files=max_files)
-        is_loading = run(make_engine, settings, repositories, ready)
+        is_loading = run(make_engine, settings, repositories, print_editor_settings)
     finally:
         log.stop()
     if is_loading:

@@ -153,23 +153,23 @@ class Prompts:
         so are variables of the template. `check` sees the text before it is encoded, and may raise.
         """
         self._check(turns, style)
-        turns, tools = self._plainly(turns, tools)
+        turns, tools = self._adapt_to_template(turns, tools)
         foreign = False
 
-        def seen(text: str, role: str) -> str:
+        def note_control_tokens(text: str, role: str) -> str:
             nonlocal foreign
-            foreign = foreign or bool(self._forbidden(role).search(text))
+            foreign = foreign or bool(self._get_forbidden_pattern(role).search(text))
             return text
 
         def put(text: str, role: str) -> str:
             return text if role == TOOL and _WORD.fullmatch(text) else marks.put(text)
 
-        rendered = self._render(turns, tools, style, seen)
+        rendered = self._render(turns, tools, style, note_control_tokens)
         if check is not None:
             check(rendered)
         marks = _Marks()
-        hidden = self._told(turns, tools, style, lambda text, role: self._hide(text, role, marks))
-        pieces = marks.split(self._rendered(hidden)) if marks.texts else [(rendered, False)]
+        hidden = self._make_template_input(turns, tools, style, lambda text, role: self._hide(text, role, marks))
+        pieces = marks.split(self._render_input(hidden)) if marks.texts else [(rendered, False)]
         allowed = [token for text, is_user in pieces if not is_user for token in self._control.findall(text)]
         if not foreign and self._control.findall(rendered) == allowed:
             ids = self._encode(rendered)  # nothing was hidden, or ends of messages to which nothing was joined
@@ -180,10 +180,10 @@ class Prompts:
             ids = self._join(marks.split(self._render(turns, tools, style, put)))
         return self._beginning + ids
 
-    def text(self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER) -> str:
+    def render_text(self, turns: Sequence[Turn], tools: Tools = (), style: Style = ANSWER) -> str:
         """Return the text that `chat` encodes. Raises InvalidInputError."""
         self._check(turns, style)
-        return self._render(*self._plainly(turns, tools), style)
+        return self._render(*self._adapt_to_template(turns, tools), style)
 
     def _check(self, turns: Sequence[Turn], style: Style) -> None:
         """Raises InvalidInputError."""
@@ -206,7 +206,7 @@ class Prompts:
         applied = signature(self._tokenizer.apply_chat_template).parameters
         return frozenset({*applied, *self._tokenizer.special_tokens_map, *DEFAULT_NAMESPACE, *_TOLD})
 
-    def _plainly(self, turns: Sequence[Turn], tools: Tools) -> tuple[Sequence[Turn], Tools]:
+    def _adapt_to_template(self, turns: Sequence[Turn], tools: Tools) -> tuple[Sequence[Turn], Tools]:
         """Return the same as the template can show it: without tools if it knows none."""
         if not (tools or any(turn.calls or turn.role == TOOL for turn in turns)):
             return turns, tools
@@ -220,7 +220,7 @@ class Prompts:
     @cached_property
     def _stand_ins(self) -> dict[str, str]:
         """What stands for the special tokens of calls that are written into the assistant's text, in which such tokens are text."""
-        return {token: _nonce() for token in self.calls.special} if self.calls.in_text else {}
+        return {token: _make_nonce() for token in self.calls.special} if self.calls.in_text else {}
 
     def _replace_tokens(self, text: str, *, put: bool) -> str:
         """Return the text with stand-ins for tokens (`put`), or with the tokens in their place again."""
@@ -230,12 +230,12 @@ class Prompts:
 
     @cached_property
     def _learned(self) -> CallFormat | None:
-        return detect_call_format(self._template, list(self._specials))
+        return detect_call_format(self._apply_template, list(self._specials))
 
     @cached_property
     def _takes_system(self) -> bool:
         try:
-            return "probe" in self._template([{"role": SYSTEM, "content": "probe"}, {"role": USER, "content": "a"}], [], True)
+            return "probe" in self._apply_template([{"role": SYSTEM, "content": "probe"}, {"role": USER, "content": "a"}], [], True)
         except ValueError:
             return False
 
@@ -249,37 +249,38 @@ class Prompts:
         body, tail = body[: len(body) - end], body[len(body) - end :]
         start = next((n for n in reach if body[:n] in self._endings), 0)
         head, body = body[:start], body[start:]
-        middle = self._forbidden(role).sub(lambda found: marks.put(found[0]), body)
+        middle = self._get_forbidden_pattern(role).sub(lambda found: marks.put(found[0]), body)
         return before + marks.put(head) + middle + marks.put(tail) + after
 
-    def _forbidden(self, role: str) -> re.Pattern[str]:
+    def _get_forbidden_pattern(self, role: str) -> re.Pattern[str]:
         return self._special if role == ASSISTANT else self._control
 
     def _render(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide = lambda text, role: text) -> str:
-        return self._rendered(self._told(turns, tools, style, hide))
+        return self._render_input(self._make_template_input(turns, tools, style, hide))
 
-    def _told(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide) -> _Told:
+    def _make_template_input(self, turns: Sequence[Turn], tools: Tools, style: Style, hide: Hide) -> _TemplateInput:
         """Return what the template is handed, with `hide(text, role)` in the place of each text."""
-        variables = {name: _hidden(value, hide) for name, value in style.variables.items()}
+        variables = {name: _hide_values(value, hide) for name, value in style.variables.items()}
         ids = self._make_ids(turns, hide)
-        return _Told([self._message(turn, hide, ids) for turn in turns], [_hidden(tool, hide) for tool in tools], style, variables)
+        messages = [self._make_message(turn, hide, ids) for turn in turns]
+        return _TemplateInput(messages, [_hide_values(tool, hide) for tool in tools], style, variables)
 
-    def _rendered(self, told: _Told) -> str:
-        """Raises InvalidInputError."""
+    def _render_input(self, told: _TemplateInput) -> str:
+        """Return the rendered text, with tokens in the place of their stand-ins. Raises InvalidInputError."""
         try:
             goes_on, follows = told.style.goes_on, told.style.answer_follows
-            text = self._continued(told) if goes_on else self._template(*told[:2], follows, **told.variables)
+            text = self._render_continuation(told) if goes_on else self._apply_template(*told[:2], follows, **told.variables)
             return self._replace_tokens(text, put=False)
         except TemplateLimitError as e:
             raise InvalidInputError(f"these messages are too much: {e}", param="messages", code="template_limit") from None
         except ValueError as e:
             raise InvalidInputError(f"the model's chat template refuses these messages: {str(e)[:200]}", param="messages") from None
 
-    def _continued(self, told: _Told) -> str:
+    def _render_continuation(self, told: _TemplateInput) -> str:
         """Return the prompt up to the end of the last message, without the blanks there if the template strips them, as transformers has
         it. Raises ValueError."""
-        (*before, last), end = told.messages, _nonce()
-        rendered = self._template([*before, last | {"content": f"{last['content']}{end} "}], told.tools, False, **told.variables)
+        (*before, last), end = told.messages, _make_nonce()
+        rendered = self._apply_template([*before, last | {"content": f"{last['content']}{end} "}], told.tools, False, **told.variables)
         text, found, behind = rendered.rpartition(end)
         if not found:
             raise ValueError("it does not show the last message, which is to be continued")
@@ -290,34 +291,34 @@ class Prompts:
         calls = [call for turn in turns for call in turn.calls] if self.calls.ids_name_tools else []
         return {call.id: NAMED_ID.format(name=hide(call.name, TOOL), index=i) for i, call in enumerate(calls)}
 
-    def _message(self, turn: Turn, hide: Hide, ids: Mapping[str, str]) -> dict[str, Any]:
+    def _make_message(self, turn: Turn, hide: Hide, ids: Mapping[str, str]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": turn.role, "content": hide(turn.content, turn.role)}
         if turn.thoughts:
             message["reasoning_content"] = hide(turn.thoughts, TOOL)
         if turn.calls:
             message["tool_calls"] = [
                 {
-                    "id": ids.get(call.id) or _short(call.id),
+                    "id": ids.get(call.id) or _shorten_id(call.id),
                     "type": "function",
                     "function": {"name": hide(call.name, TOOL), "arguments": arguments},
                 }
                 for call in turn.calls
-                for arguments in [self._arguments(call.arguments, hide)]
+                for arguments in [self._hide_arguments(call.arguments, hide)]
             ]
         if turn.role == TOOL:
-            message |= {"tool_call_id": ids.get(turn.call_id or "") or _short(turn.call_id or ""), "name": hide(turn.name or "", TOOL)}
+            message |= {"tool_call_id": ids.get(turn.call_id or "") or _shorten_id(turn.call_id or ""), "name": hide(turn.name or "", TOOL)}
         return message
 
-    def _arguments(self, given: str, hide: Hide) -> Any:
+    def _hide_arguments(self, given: str, hide: Hide) -> Any:
         try:
             parsed = json.loads(replace_lone_surrogates((given or "{}").encode()))
         except (ValueError, RecursionError):
             parsed = given
         if self.calls.arguments_as_text or not isinstance(parsed, dict):
             return hide(given, TOOL)
-        return _hidden(parsed, hide)
+        return _hide_values(parsed, hide)
 
-    def _template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer_follows: bool, **variables: Any) -> str:
+    def _apply_template(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer_follows: bool, **variables: Any) -> str:
         """Return what the tokenizer's `apply_chat_template` says, within limits. Raises ValueError."""
         told = {"messages": [{name: value for name, value in message.items() if value is not None} for message in messages]}
         told |= {"tools": tools or None, "documents": None, "add_generation_prompt": answer_follows}  # type: ignore[dict-item]
@@ -335,7 +336,7 @@ class Prompts:
         try:
             for messages in (turns[:1], turns):
                 with contextlib.suppress(ValueError):
-                    self._template(messages, [], True)
+                    self._apply_template(messages, [], True)
             _ = self._learned
         except TemplateLimitError as error:
             raise UnsupportedModelError(f"the model's chat template cannot be used: {error}") from None
@@ -354,7 +355,7 @@ class Prompts:
         return [token for text, is_user in pieces for token in (spelled(text) if is_user else self._encode(text))]
 
 
-class _Told(NamedTuple):
+class _TemplateInput(NamedTuple):
     """What a template is handed."""
 
     messages: list[dict[str, Any]]
@@ -368,7 +369,7 @@ class _Marks:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self._nonce = _nonce()
+        self._nonce = _make_nonce()
 
     def put(self, text: str) -> str:
         """Return a stand-in for the text; nothing for nothing."""
@@ -384,7 +385,7 @@ class _Marks:
         return [(text, is_user) for text, is_user in pieces if text]
 
 
-def _nonce() -> str:
+def _make_nonce() -> str:
     return "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(16))
 
 
@@ -393,16 +394,16 @@ _TOLD = ("messages", "raise_exception", "strftime_now", "self", "caller", "loop"
 _WORD = re.compile(r"[A-Za-z0-9_]*")
 
 
-def _hidden(value: Any, hide: Hide) -> Any:
+def _hide_values(value: Any, hide: Hide) -> Any:
     """Return a value of JSON with every text in it hidden."""
     if isinstance(value, str):
         return hide(value, TOOL)
     if isinstance(value, Mapping):
-        return {hide(key, TOOL): _hidden(each, hide) for key, each in value.items()}
-    return [_hidden(each, hide) for each in value] if isinstance(value, list) else value
+        return {hide(key, TOOL): _hide_values(each, hide) for key, each in value.items()}
+    return [_hide_values(each, hide) for each in value] if isinstance(value, list) else value
 
 
-def _short(number: str) -> str:
+def _shorten_id(number: str) -> str:
     """Return the id of a call as Mistral's templates ask for it: nine letters and digits, here the digest of any other."""
     return number if re.fullmatch("[a-zA-Z0-9]{9}", number) else hashlib.sha256(number.encode()).hexdigest()[:9]
 
@@ -419,13 +420,13 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
             node = node.setdefault(letter, {})
         node[""] = {}
 
-    def pattern(node: dict[str, Any]) -> str:
-        further = [re.escape(letter) + pattern(node[letter]) for letter in sorted(node) if letter]
+    def write_pattern(node: dict[str, Any]) -> str:
+        further = [re.escape(letter) + write_pattern(node[letter]) for letter in sorted(node) if letter]
         if "" not in node and len(further) == 1:
             return further[0]
         return f"(?:{'|'.join(further)}){'?' if '' in node else ''}" if further else ""
 
-    return re.compile(pattern(tree) or r"(?!)")
+    return re.compile(write_pattern(tree) or r"(?!)")
 
 
 def before_text(tokenizer: Any) -> list[int]:

@@ -73,27 +73,27 @@ class Format:
         return tuple(token for token in (self.prefix, self.suffix, self.middle, self.repo, self.file) if token is not None)
 
 
-def _pipes(name: str, repo: str | None, file: str | None, **more: Any) -> Format:
+def _make_pipe_format(name: str, repo: str | None, file: str | None, **more: Any) -> Format:
     return Format(name, "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", repo, file, "<|fim_pad|>", **more)
 
 
-def _angles(name: str, repo: str | None, file: str | None, **more: Any) -> Format:
+def _make_angle_format(name: str, repo: str | None, file: str | None, **more: Any) -> Format:
     return Format(name, "<fim_prefix>", "<fim_suffix>", "<fim_middle>", repo, file, "<fim_pad>", **more)
 
 
 # All formats in the order in which they are tried: those that share tokens go from the one that needs most to the one that needs least.
 FORMATS = (
     # arXiv:2409.12186, and the README's example at repository level.
-    _pipes("qwen", "<|repo_name|>", "<|file_sep|>"),
+    _make_pipe_format("qwen", "<|repo_name|>", "<|file_sep|>"),
     # arXiv:2406.11409, figure 2: a path and a line end before the prefix token, a separator between files.
-    _pipes("codegemma", None, "<|file_separator|>", bos=True, between_files=True),
-    _pipes("granite", "<|reponame|>", "<|filename|>", after_repo=""),
-    _pipes("pipes", None, None),
+    _make_pipe_format("codegemma", None, "<|file_separator|>", bos=True, between_files=True),
+    _make_pipe_format("granite", "<|reponame|>", "<|filename|>", after_repo=""),
+    _make_pipe_format("pipes", None, None),
     # arXiv:2402.19173, section 5.1: a repository is cut at <file_sep>, and each piece, path and all, is rearranged by itself.
-    _angles("starcoder2", "<repo_name>", "<file_sep>", after_repo="", path_behind_prefix=True),
+    _make_angle_format("starcoder2", "<repo_name>", "<file_sep>", after_repo="", path_behind_prefix=True),
     # arXiv:2305.06161 and arXiv:2405.04324: StarCoder, and Granite Code, which has its tokenizer.
-    _angles("starcoder", "<reponame>", "<filename>", after_repo=""),
-    _angles("angles", None, None),
+    _make_angle_format("starcoder", "<reponame>", "<filename>", after_repo=""),
+    _make_angle_format("angles", None, None),
     Format("santacoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>", pad="<fim-pad>"),
     # arXiv:2401.14196; its README shows several files as "#path", a line end and the text.
     Format("deepseek", "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", bos=True),
@@ -118,9 +118,9 @@ class Fim:
         """
         self.format, self.order, self.window, self.suffix_tokens = form, order, window, suffix_tokens
         backend = tokenizer.backend_tokenizer
-        self._added = _added(tokenizer)
+        self._added = _read_added_tokens(tokenizer)
         self._plain, self._control = make_plain_tokenizer(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
-        self._bos = _beginning(tokenizer, form.bos)
+        self._bos = _find_bos_ids(tokenizer, form.bos)
         first = self._plain.encode("a", add_special_tokens=False).tokens[:1]
         self._has_implicit_blank = bool(first) and first[0][:1] in ("▁", "Ġ")
         ends = {*form.required, *_ENDS, *([form.pad] if form.pad is not None else [])}
@@ -136,11 +136,11 @@ class Fim:
         """
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return None
-        added = _added(tokenizer)
+        added = _read_added_tokens(tokenizer)
         found = next((form for form in FORMATS if all(token in added for token in form.required)), None)
         return None if found is None else cls(found, tokenizer, order, window, suffix_tokens)
 
-    def prompt(
+    def make_prompt(
         self,
         prefix: str,
         suffix: str,
@@ -150,7 +150,7 @@ class Fim:
         path: str = "filename",
         repo: str = "repository",
     ) -> list[int]:
-        """Token ids that ask for the text between `prefix` and `suffix`.
+        """Return token ids that ask for the text between `prefix` and `suffix`.
 
         `extra`: further files or parts of files, (path, text), the least useful first; `path`: of the file being edited, and `repo`:
         the repository's name, both of which only a prompt with further files shows. `limit`: most tokens of the result. Where they do
@@ -177,7 +177,7 @@ class Fim:
             yield ids if self._is_suffix_first else ids[: ids.index(self._added[self.format.suffix])]
         if written:
             accepted = (prefix + written).split("\n")
-            yield self.prompt("\n".join(accepted[-len(lines) :] if is_window else accepted), suffix, extra, limit=limit)
+            yield self.make_prompt("\n".join(accepted[-len(lines) :] if is_window else accepted), suffix, extra, limit=limit)
 
     @property
     def _is_suffix_first(self) -> bool:
@@ -210,16 +210,16 @@ class Fim:
         if self.suffix_tokens and not self._is_suffix_first:
             tail = tail[: self.suffix_tokens]
         head = self._encode(prefix, inner=bool(files) and form.file is None)
-        lead, current = self._around(path, repo)
+        lead, current = self._encode_names(path, repo)
         left = None if room is None else room - sum(map(len, (head, tail, lead, current)))
         chunks = self._last_files(files, left)
         if not chunks:
             head, lead, current = self._encode(prefix), [], []
         if room is not None and len(head) + len(tail) > room:
-            head, tail = _shares(head, tail, room)
+            head, tail = _cut_to_room(head, tail, room)
         return self._assemble(head, tail, [*lead, *chain.from_iterable(chunks)], current)
 
-    def _around(self, path: str, repo: str) -> tuple[list[int], list[int]]:
+    def _encode_names(self, path: str, repo: str) -> tuple[list[int], list[int]]:
         """Return ids of what stands before all further files, and of what names the file being edited."""
         form = self.format
         if form.file is None:
@@ -311,7 +311,7 @@ def _begin_files(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return files[min(range(len(files) - FEWEST_FILES + 1), key=lambda i: hashlib.sha256(files[i][1].encode()).digest()) :]
 
 
-def _shares(head: list[int], tail: list[int], room: int) -> tuple[list[int], list[int]]:
+def _cut_to_room(head: list[int], tail: list[int], room: int) -> tuple[list[int], list[int]]:
     """Return the end of the one and the beginning of the other, together at most `room`, in multiples of a stride; see `STRIDES`."""
     stride = max(room // STRIDES, 1)
     for_tail = min(len(tail), max(room - int(room * PREFIX_SHARE), room - len(head)))
@@ -324,10 +324,10 @@ def _shares(head: list[int], tail: list[int], room: int) -> tuple[list[int], lis
     return head, tail
 
 
-def _added(tokenizer: Any) -> dict[str, int]:
+def _read_added_tokens(tokenizer: Any) -> dict[str, int]:
     return {token.content: number for number, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()}
 
 
-def _beginning(tokenizer: Any, needed: bool) -> list[int]:
+def _find_bos_ids(tokenizer: Any, needed: bool) -> list[int]:
     """Return what the tokenizer puts before every text, or the beginning-of-sequence token where one is needed and it puts nothing."""
     return before_text(tokenizer) or ([tokenizer.bos_token_id] if needed and tokenizer.bos_token_id is not None else [])

@@ -97,7 +97,7 @@ def test_representations_are_short(engine: Engine) -> None:
 def test_infill_asks_what_the_format_asks(engine: Engine) -> None:
     fim = Fim.detect(engine.tokenizer)
     done = engine.infill("def f(", "): pass<|im_end|>", max_tokens=12, temperature=1.0, seed=1, extra={"a.py": "x = 1"}, path="b.py")
-    assert done.prompt_token_ids == fim.prompt("def f(", "): pass<|im_end|>", [("a.py", "x = 1")], path="b.py")
+    assert done.prompt_token_ids == fim.make_prompt("def f(", "): pass<|im_end|>", [("a.py", "x = 1")], path="b.py")
     assert engine.tokenizer.convert_tokens_to_ids("<|im_end|>") not in done.prompt_token_ids
     same = {"max_tokens": 12, "temperature": 1.0, "seed": 1, "stop_token_ids": fim.stop_ids}
     assert done.token_ids == engine.complete(done.prompt_token_ids, **same).token_ids

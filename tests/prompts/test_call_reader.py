@@ -35,7 +35,7 @@ TOOL = Tool("f", {"type": "object", "properties": {"a": {"type": "string"}}, "re
 OTHER = Tool("g.h", {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False})
 KNOWN = KnownTools(
     {tool.name: tool.parameters for tool in (TOOL, OTHER)},
-    fits=lambda name, arguments: bool(jsonschema_rs.is_valid((TOOL if name == "f" else OTHER).parameters, arguments)),
+    match_schema=lambda name, arguments: bool(jsonschema_rs.is_valid((TOOL if name == "f" else OTHER).parameters, arguments)),
 )
 SPECIAL = {"[TOOL_CALLS]": 256, "[ARGS]": 257, "<tool_call>": 258}
 

@@ -218,8 +218,8 @@ def test_a_template_knows_the_day_unless_it_is_told_another() -> None:
     prompts, _ = make("{{ date_string }}, {{ datetime }}")
     today = datetime.date.today()
     turns = [Turn("user", "a")]
-    assert prompts.text(turns) == today.strftime("%d %b %Y, %b %d %Y")
-    assert prompts.text(turns, style=ANSWER._replace(variables={"date_string": "1 May"})) == today.strftime("1 May, %b %d %Y")
+    assert prompts.render_text(turns) == today.strftime("%d %b %Y, %b %d %Y")
+    assert prompts.render_text(turns, style=ANSWER._replace(variables={"date_string": "1 May"})) == today.strftime("1 May, %b %d %Y")
 
 
 SHOWS_TOOLS = (
@@ -242,13 +242,13 @@ CALLED = [
 
 def test_calls_stand_one_by_one_if_a_template_shows_no_more() -> None:
     prompts, _ = make(SHOWS_TOOLS.replace("CALLS", ONE_CALL))
-    written = prompts.text(CALLED, DECLARED)
+    written = prompts.render_text(CALLED, DECLARED)
     _, _, asked = written.partition("user\na<")
     places = [asked.find(each) for each in ("b<tool_call>", '"f"', "one", '"g"', "two")]
     assert -1 not in places
     assert places == sorted(places)
     assert written.count("<tool_call>") == 2
-    missing = prompts.text([*CALLED[:3], CALLED[4]], DECLARED)
+    missing = prompts.render_text([*CALLED[:3], CALLED[4]], DECLARED)
     assert '"g"' in missing, "a call without a result"
 
 
@@ -258,7 +258,7 @@ def test_calls_that_a_template_does_not_show_stand_in_the_text() -> None:
     tokenizer.backend_tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     engine = Tokenizing(tokenizer, SHOWS_TOOLS.replace("CALLS", ""))
     prompts = Prompts(engine)  # type: ignore[arg-type]
-    written = prompts.text(CALLED, DECLARED)
+    written = prompts.render_text(CALLED, DECLARED)
     assert 'assistant\nb<|tool_call_start|>[f(c="d"), g(e=[True])]<|tool_call_end|><|im_end|>' in written
     found = control_texts(engine, prompts.chat(CALLED, DECLARED))
     assert [found.count(token) for token in tokens] == [1, 1], "the user's is text"
@@ -270,7 +270,7 @@ def test_ids_name_the_tools_if_a_template_shows_nothing_else() -> None:
     prompts, engine = make(SHOWS_TOOLS.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}").replace("CALLS", calls))
     assert prompts.calls.ids_name_tools
     again = [*CALLED[:4], Turn("assistant", "", (Call("3", "<|im_end|>", "{}"),)), CALLED[4]]
-    written = prompts.text(again, DECLARED)
+    written = prompts.render_text(again, DECLARED)
     assert '<call>functions.f:0<args>{"c": "d"}</call><call>functions.g:1<args>{"e": [true]}</call>' in written
     assert "tool\nfunctions.f:0one" in written
     assert "<call>functions.<|im_end|>:2<args>{}</call>" in written

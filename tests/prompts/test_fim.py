@@ -142,14 +142,14 @@ def test_exact_ids(name: str, special: bool) -> None:
     tokenizer = bytes_tokenizer(TOKENS[name], special=special)
     fim = detect(tokenizer)
     assert fim.format.name == name
-    assert fim.prompt(PREFIX, SUFFIX) == ids_of(tokenizer, *ALONE[name])
-    assert fim.prompt(PREFIX, SUFFIX, FILES, path="c.py", repo="shop") == ids_of(tokenizer, *WITH_FILES[name])
+    assert fim.make_prompt(PREFIX, SUFFIX) == ids_of(tokenizer, *ALONE[name])
+    assert fim.make_prompt(PREFIX, SUFFIX, FILES, path="c.py", repo="shop") == ids_of(tokenizer, *WITH_FILES[name])
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_tokenizer_that_begins_texts_begins_prompts_once(name: str) -> None:
     tokenizer = bytes_tokenizer(TOKENS[name], bos=True)
-    prompt = detect(tokenizer).prompt(PREFIX, SUFFIX, FILES)
+    prompt = detect(tokenizer).make_prompt(PREFIX, SUFFIX, FILES)
     assert prompt[0] == tokenizer.bos_token_id
     assert prompt.count(tokenizer.bos_token_id) == 1
 
@@ -160,8 +160,8 @@ def test_texts_inject_nothing(name: str) -> None:
     fim = detect(tokenizer)
     evil = "x" + "".join(tokenizer.get_added_vocab()) + "y"
     controls = set(tokenizer.get_added_vocab().values())
-    harmless = [token for token in fim.prompt("x", "y", [("p", "t\n")], path="q", repo="r") if token in controls]
-    prompt = fim.prompt(evil, evil, [(evil, evil)], path=evil, repo=evil)
+    harmless = [token for token in fim.make_prompt("x", "y", [("p", "t\n")], path="q", repo="r") if token in controls]
+    prompt = fim.make_prompt(evil, evil, [(evil, evil)], path=evil, repo=evil)
     assert [token for token in prompt if token in controls] == harmless
     assert tokenizer.decode(prompt).count(evil) == (6 if fim.format.repo else 5), "the text is there, as text"
 
@@ -178,16 +178,16 @@ def test_no_implicit_blank_before_the_suffix(name: str) -> None:
     else:
         expected = [control["[SUFFIX]"], *letters, control["[PREFIX]"], word]
     fim = detect(tokenizer)
-    assert fim.prompt("def", "def") == [tokenizer.bos_token_id, *expected]
-    assert blank not in fim.prompt("def", "\na")
-    assert fim.prompt("def", " def").count(word) == 2, "a blank of its own stays"
+    assert fim.make_prompt("def", "def") == [tokenizer.bos_token_id, *expected]
+    assert blank not in fim.make_prompt("def", "\na")
+    assert fim.make_prompt("def", " def").count(word) == 2, "a blank of its own stays"
     spelled = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "é".encode()])
-    assert fim.prompt("", "é")[2 if name == "codestral" else 3 :][: len(spelled)] == spelled
+    assert fim.make_prompt("", "é")[2 if name == "codestral" else 3 :][: len(spelled)] == spelled
 
 
 def test_a_tokenizer_that_adds_no_bos_still_begins_codellama_with_it() -> None:
     tokenizer = sentencepiece_tokenizer(TOKENS["codellama"], bos=False)
-    assert detect(tokenizer).prompt("a", "b")[0] == tokenizer.bos_token_id
+    assert detect(tokenizer).make_prompt("a", "b")[0] == tokenizer.bos_token_id
 
 
 def test_nothing_to_fill_with() -> None:
@@ -223,16 +223,16 @@ def between(prompt: list[int], form: Format, added: dict[str, int]) -> tuple[lis
 def test_too_long_for_the_room_keeps_three_to_one() -> None:
     fim, added = detect(QWEN), QWEN.get_added_vocab()
     head, tail = ids_of(QWEN, "a1" * 500), ids_of(QWEN, "b2" * 500)
-    prompt = fim.prompt("a1" * 500, "b2" * 500, [("p", "t")], limit=403)
+    prompt = fim.make_prompt("a1" * 500, "b2" * 500, [("p", "t")], limit=403)
     kept_head, kept_tail = between(prompt, fim.format, added)
     assert len(prompt) <= 403
     assert 275 < len(kept_head) <= 300
     assert (kept_head, kept_tail) == (head[-len(kept_head) :], tail[:100])
     assert added["<|file_sep|>"] not in prompt, "further files go first"
-    short_tail = between(fim.prompt("a1" * 500, "b2" * 10, limit=403), fim.format, added)
+    short_tail = between(fim.make_prompt("a1" * 500, "b2" * 10, limit=403), fim.format, added)
     assert short_tail[1] == ids_of(QWEN, "b2" * 10)
     assert 350 < len(short_tail[0]) <= 380, "what the suffix leaves is the prefix's"
-    short_head = between(fim.prompt("a1" * 10, "b2" * 500, limit=403), fim.format, added)
+    short_head = between(fim.make_prompt("a1" * 10, "b2" * 500, limit=403), fim.format, added)
     assert short_head[0] == ids_of(QWEN, "a1" * 10)
     assert 350 < len(short_head[1]) <= 380
 
@@ -248,34 +248,34 @@ def test_the_suffix_is_cut_only_where_each_key_computes_it_again(name: str) -> N
         is_cut = order == "prefix-first" and cut.format.middle is not None
         shown = SUFFIX + "b" * 100
         expected = ids_of(tokenizer, shown)[:20] if is_cut else ids_of(tokenizer, shown)
-        assert cut.prompt(PREFIX, shown, FILES) == whole.prompt(PREFIX, tokenizer.decode(expected), FILES)
-        assert cut.prompt(PREFIX, "b" * 20) == whole.prompt(PREFIX, "b" * 20)
+        assert cut.make_prompt(PREFIX, shown, FILES) == whole.make_prompt(PREFIX, tokenizer.decode(expected), FILES)
+        assert cut.make_prompt(PREFIX, "b" * 20) == whole.make_prompt(PREFIX, "b" * 20)
         named = list(cut.list_next_prompts(PREFIX, shown, "x = 1\n"))
-        assert named[-1] == cut.prompt(PREFIX + "x = 1\n", shown)
+        assert named[-1] == cut.make_prompt(PREFIX + "x = 1\n", shown)
 
 
 def test_files_that_do_not_fit_go_from_the_first_on() -> None:
     fim = detect(QWEN)
     files = [(f"f{i}.py", f"x{i} = {i}\n") for i in range(4)]
-    whole = [fim.prompt("def a", "b", files[i:]) for i in range(5)]
+    whole = [fim.make_prompt("def a", "b", files[i:]) for i in range(5)]
     for kept, prompt in enumerate(whole):
-        assert fim.prompt("def a", "b", files, limit=len(prompt)) == prompt
+        assert fim.make_prompt("def a", "b", files, limit=len(prompt)) == prompt
         if kept < 4:
-            assert fim.prompt("def a", "b", files, limit=len(prompt) - 1) == whole[kept + 1]
+            assert fim.make_prompt("def a", "b", files, limit=len(prompt) - 1) == whole[kept + 1]
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_file_less_is_the_prompt_without_it(name: str) -> None:
     fim = detect(bytes_tokenizer(TOKENS[name]))
-    both, one, none = (fim.prompt(PREFIX, SUFFIX, files) for files in (FILES, FILES[1:], []))
-    assert fim.prompt(PREFIX, SUFFIX, FILES, limit=len(both) - 1) == one
-    assert fim.prompt(PREFIX, SUFFIX, FILES, limit=len(one) - 1) == none
+    both, one, none = (fim.make_prompt(PREFIX, SUFFIX, files) for files in (FILES, FILES[1:], []))
+    assert fim.make_prompt(PREFIX, SUFFIX, FILES, limit=len(both) - 1) == one
+    assert fim.make_prompt(PREFIX, SUFFIX, FILES, limit=len(one) - 1) == none
 
 
 def test_a_keystroke_in_a_long_file_keeps_the_beginning_of_its_prompt() -> None:
     fim = detect(QWEN)
     text = "".join(f"x{i} = {i}\n" for i in range(400))
-    prompts = [fim.prompt(text[:n], "\n", limit=500) for n in range(3000, 3100)]
+    prompts = [fim.make_prompt(text[:n], "\n", limit=500) for n in range(3000, 3100)]
     starts = [prompt[:200] for prompt in prompts]
     assert sum(a != b for a, b in itertools.pairwise(starts)) <= 4
 
@@ -289,7 +289,7 @@ def test_a_window_that_moves_down_a_file_keeps_the_beginning_of_its_prompt() -> 
     starts = []
     for end in range(size, len(lines)):
         prefix = "\n".join([*lines[end - size : end], "    z"])
-        begun = tokenizer.decode(fim.prompt(prefix, "\n")[1:]).split("\n")
+        begun = tokenizer.decode(fim.make_prompt(prefix, "\n")[1:]).split("\n")
         starts.append(len(lines[:end]) - begun.index("    z<|fim_suffix|>"))
         assert begun[0] == lines[starts[-1]]
         assert end - size <= starts[-1] < end - size + size // 4 + 1
@@ -297,7 +297,7 @@ def test_a_window_that_moves_down_a_file_keeps_the_beginning_of_its_prompt() -> 
     assert sum(a != b for a, b in itertools.pairwise(starts)) < len(starts) / 8
     for n in (size - 1, size + 1):
         prefix = "\n".join([*lines[:n], "z"])
-        assert fim.prompt(prefix, "\n") == as_sent.prompt(prefix, "\n")
+        assert fim.make_prompt(prefix, "\n") == as_sent.make_prompt(prefix, "\n")
 
 
 def test_many_files_of_which_the_first_go_begin_with_the_same() -> None:
@@ -309,23 +309,25 @@ def test_many_files_of_which_the_first_go_begin_with_the_same() -> None:
     begins = []
     for first in range(len(files) - 16):
         given = files[first : first + 16]
-        prompt = tokenizer.decode(fim.prompt("a", "b", given))
+        prompt = tokenizer.decode(fim.make_prompt("a", "b", given))
         shown = [f"{name}\n{text}" in prompt for name, text in given]
         begins.append(first + shown.index(True))
         assert all(shown[shown.index(True) :])
         assert sum(shown) >= 4
     assert sum(a != b for a, b in itertools.pairwise(begins)) < len(begins) / 5
-    assert fim.prompt("a", "b", files[:8]) == as_sent.prompt("a", "b", files[:8])
-    assert as_sent.prompt("a", "b", files[:16]) != fim.prompt("a", "b", files[:16])
+    assert fim.make_prompt("a", "b", files[:8]) == as_sent.make_prompt("a", "b", files[:8])
+    assert as_sent.make_prompt("a", "b", files[:16]) != fim.make_prompt("a", "b", files[:16])
 
 
 def test_a_window_that_is_cut_by_characters_begins_with_a_whole_line() -> None:
     text = "".join(f"def f{i}(x):\n" for i in range(300))
     fim = Fim.detect(bytes_tokenizer(TOKENS["qwen"]), window="any")
     assert fim is not None
-    starts = [tuple(fim.prompt(text[end - 1000 : end], "\n")[1:20]) for end in range(1000, 1300)]
+    starts = [tuple(fim.make_prompt(text[end - 1000 : end], "\n")[1:20]) for end in range(1000, 1300)]
     assert len(set(starts)) < 12
-    assert len(fim.prompt("x\n" * 31, "\n")) == len(fim.prompt("x\n" * 30, "\n")) + len(fim.prompt("x\n", "\n")) - len(fim.prompt("", "\n"))
+    assert len(fim.make_prompt("x\n" * 31, "\n")) == len(fim.make_prompt("x\n" * 30, "\n")) + len(fim.make_prompt("x\n", "\n")) - len(
+        fim.make_prompt("", "\n")
+    )
 
 
 @pytest.mark.parametrize(("form", "order"), [("qwen", "prefix-first"), ("qwen", "suffix-first"), ("codestral", "prefix-first")])
@@ -339,7 +341,7 @@ def test_the_window_that_begins_elsewhere_soon_is_named_before(form: str, order:
         return "\n".join([*lines[end - size : end], "    z"])
 
     ends = range(size, len(lines))
-    prompts = [fim.prompt(prefix(end), "suffix") for end in ends]
+    prompts = [fim.make_prompt(prefix(end), "suffix") for end in ends]
     named = [list(fim.list_next_prompts(prefix(end), "suffix", "")) for end in ends]
     begins_with_suffix = order == "suffix-first" or form == "codestral"
     changes = [i for i in range(1, len(ends)) if prompts[i][:60] != prompts[i - 1][:60]]
@@ -360,15 +362,15 @@ def test_the_prompt_after_an_accepted_suggestion() -> None:
     window = "".join(f"x = {i}\n" for i in range(40))
     for prefix, written in (("a\nb", "c\nd"), (window + "y", " = 1\nz = 2"), (window + "y", " = 1\n")):
         after = "\n".join((prefix + written).split("\n")[-1 - prefix.count("\n") :]) if prefix != "a\nb" else prefix + written
-        assert list(fim.list_next_prompts(prefix, "s", written, FILES))[-1] == fim.prompt(after, "s", FILES)
+        assert list(fim.list_next_prompts(prefix, "s", written, FILES))[-1] == fim.make_prompt(after, "s", FILES)
     assert list(fim.list_next_prompts("a", "s", "")) == []
 
 
 def test_not_even_the_control_tokens_fit() -> None:
     fim = detect(QWEN)
-    assert len(fim.prompt("abc", "def", limit=3)) == 3
+    assert len(fim.make_prompt("abc", "def", limit=3)) == 3
     with pytest.raises(ValueError, match="3 control tokens"):
-        fim.prompt("abc", "def", limit=2)
+        fim.make_prompt("abc", "def", limit=2)
 
 
 _FIMS = [detect(bytes_tokenizer(TOKENS[name])) for name in ("qwen", "codegemma", "starcoder2", "codestral", "deepseek")]
@@ -377,7 +379,7 @@ _texts = st.text(st.sampled_from("ab \n<|fim_prefix|>é日"), max_size=60)
 
 @given(st.sampled_from(_FIMS), _texts, _texts, st.lists(st.tuples(_texts, _texts), max_size=3), st.integers(4, 120))
 def test_never_longer_than_the_limit(fim: Fim, prefix: str, suffix: str, files: list[tuple[str, str]], limit: int) -> None:
-    prompt, whole = fim.prompt(prefix, suffix, files, limit=limit), fim.prompt(prefix, suffix, files)
+    prompt, whole = fim.make_prompt(prefix, suffix, files, limit=limit), fim.make_prompt(prefix, suffix, files)
     assert len(prompt) <= limit
     if len(whole) <= limit:
         assert prompt == whole
@@ -395,10 +397,10 @@ def test_suffix_first(name: str) -> None:
     tokenizer = bytes_tokenizer(TOKENS[name])
     fim = Fim.detect(tokenizer, "suffix-first")
     assert fim is not None
-    assert fim.prompt(PREFIX, SUFFIX) == ids_of(tokenizer, *_suffix_first(ALONE[name]))
-    shown = fim.prompt(PREFIX, SUFFIX, FILES, path="c.py", repo="shop")
+    assert fim.make_prompt(PREFIX, SUFFIX) == ids_of(tokenizer, *_suffix_first(ALONE[name]))
+    shown = fim.make_prompt(PREFIX, SUFFIX, FILES, path="c.py", repo="shop")
     assert shown == ids_of(tokenizer, *_suffix_first(WITH_FILES[name]))
-    later = fim.prompt(PREFIX + "x", SUFFIX, FILES, path="c.py", repo="shop")
+    later = fim.make_prompt(PREFIX + "x", SUFFIX, FILES, path="c.py", repo="shop")
     assert later[: len(shown) - 3] == shown[:-3], "a key changes the end alone"
 
 
@@ -406,4 +408,4 @@ def test_an_order_that_the_format_has_anyway() -> None:
     tokenizer = bytes_tokenizer(TOKENS["codestral"])
     fim = Fim.detect(tokenizer, "suffix-first")
     assert fim is not None
-    assert fim.prompt(PREFIX, SUFFIX) == detect(tokenizer).prompt(PREFIX, SUFFIX)
+    assert fim.make_prompt(PREFIX, SUFFIX) == detect(tokenizer).make_prompt(PREFIX, SUFFIX)

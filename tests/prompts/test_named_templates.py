@@ -34,14 +34,14 @@ class Encoder:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_conversations(name: str) -> None:
-    assert Prompts(Encoder(name)).text(TALK) == SHOWN[name]
+    assert Prompts(Encoder(name)).render_text(TALK) == SHOWN[name]
 
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_every_template_shows_messages_in_order_and_goes_on(name: str) -> None:
     prompts = Prompts(Encoder(name))
     prompts.check_template()
-    text = prompts.text(TALK)
+    text = prompts.render_text(TALK)
     places = [text.index(word) for word in ("S", "Hi", "Yo")]
     assert places == sorted(places)
-    assert prompts.text([*TALK, Turn("assistant", "On")], style=Style(False, True)).endswith("On")
+    assert prompts.render_text([*TALK, Turn("assistant", "On")], style=Style(False, True)).endswith("On")

@@ -150,7 +150,7 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
 
 def prompt_of(fim: Fim, body: dict[str, Any]) -> list[int]:
     extra = [(chunk["filename"], chunk["text"]) for chunk in body["input_extra"]]
-    return fim.prompt(body["input_prefix"] + body["prompt"], body["input_suffix"], extra)
+    return fim.make_prompt(body["input_prefix"] + body["prompt"], body["input_suffix"], extra)
 
 
 def greedy(fim: Fim, n: int) -> SamplingParams:

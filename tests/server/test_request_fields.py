@@ -122,7 +122,7 @@ def test_a_field_takes_what_its_option_takes(kind: Kind, value: Any) -> None:
         taken = True
     except ValidationError:
         taken = False
-    assert taken == (kind.accepts(value) and value is not None)  # null stands for the default, whatever the kind
+    assert taken == (kind.is_valid(value) and value is not None)  # null stands for the default, whatever the kind
 
 
 def test_what_a_type_cannot_say() -> None:

@@ -69,7 +69,7 @@ def asks(engine: Engine) -> list[Ask]:
             path, body = "/completion", {"prompt": text, "n_predict": N_TOKENS, "cache_prompt": bool(number % 2)}
         else:
             path, body = "/infill", {"input_prefix": text, "input_suffix": SUFFIX, "n_predict": N_TOKENS}
-            prompt = fim.prompt(text, SUFFIX)
+            prompt = fim.make_prompt(text, SUFFIX)
         params = SamplingParams(max_tokens=N_TOKENS, n=n, ignore_eos=True, **sampling)
         made.append(Ask(path, body | common, prompt, params))
     return made

@@ -90,7 +90,7 @@ CHAT = [
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_tools_calls_and_results_are_in_the_prompt(name: str) -> None:
     prompts = prompts_of(name)
-    text = prompts.text(CHAT, TOOLS)
+    text = prompts.render_text(CHAT, TOOLS)
     form = prompts.calls
     assert "a draw" in text
     assert '"zone"' in text

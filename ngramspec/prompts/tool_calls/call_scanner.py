@@ -41,7 +41,7 @@ StreamDelta: TypeAlias = TextDelta | ThoughtDelta | ToolCallStart | ToolCallArgu
 Parse: TypeAlias = Generator[StreamDelta | None, None, bool]
 
 
-def _fits_any(name: str, arguments: Any) -> bool:
+def _match_any(name: str, arguments: Any) -> bool:
     return True
 
 
@@ -53,7 +53,7 @@ class KnownTools:
     """JSON schemas of the parameters, by name."""
     strict: frozenset[str] = frozenset()
     """Names of the tools whose calls must fit their schemas in every form."""
-    fits: Callable[[str, Any], bool] = _fits_any
+    match_schema: Callable[[str, Any], bool] = _match_any
     """Whether arguments fit the schema of the tool with this name."""
 
 

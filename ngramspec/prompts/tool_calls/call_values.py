@@ -32,7 +32,7 @@ def make_call(name: Any, arguments: Any, tools: KnownTools, *, checked: bool) ->
     """
     if not isinstance(name, str) or name not in tools.schemas or not isinstance(arguments, dict):
         return None
-    if (checked or name in tools.strict) and not tools.fits(name, arguments):
+    if (checked or name in tools.strict) and not tools.match_schema(name, arguments):
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

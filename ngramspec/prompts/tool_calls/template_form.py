@@ -110,7 +110,7 @@ def _read_arguments(scan: Scanner, name: str, tail: regex.Pattern[str]) -> Parse
         yield from scan.match(tail)
         return True
     value = parse_json(arguments) if whole else None
-    if not isinstance(value, dict) or (name in scan.tools.strict and not scan.tools.fits(name, value)):
+    if not isinstance(value, dict) or (name in scan.tools.strict and not scan.tools.match_schema(name, value)):
         return False
     if (yield from scan.match(tail)) is None:
         return False

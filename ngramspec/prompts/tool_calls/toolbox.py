@@ -70,7 +70,7 @@ class Toolbox:
     def known(self) -> KnownTools:
         """The tools as a `CallReader` knows them."""
         schemas = {tool.name: tool.parameters for tool in self.tools}
-        return KnownTools(schemas, frozenset(tool.name for tool in self.tools if tool.strict), _ArgumentValidators(schemas).fits)
+        return KnownTools(schemas, frozenset(tool.name for tool in self.tools if tool.strict), _ArgumentValidators(schemas).match_schema)
 
     def make_grammar(self, form: CallFormat, added: Mapping[str, int], otherwise: Grammar | None) -> Grammar | None:
         """Return the grammar of a text that may call tools; None if it needs none. Raises InvalidInputError.
@@ -119,7 +119,7 @@ class _ArgumentValidators:
         self._schemas = schemas
         self._compiled: dict[str, Any] = {}
 
-    def fits(self, name: str, arguments: Any) -> bool:
+    def match_schema(self, name: str, arguments: Any) -> bool:
         try:
             if name not in self._compiled:
                 schema = {"type": "object"} | dict(self._schemas[name])

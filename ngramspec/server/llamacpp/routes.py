@@ -56,7 +56,7 @@ def make_router(state: ServerState) -> APIRouter:
             size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
             texts, limit = handler.read_infill(body)
             inputs = await handler.make_inputs(
-                identity, body, size, lambda: [fim.prompt(*texts, limit=limit)], stop_ids=fim.stop_ids, cursor=texts[:2]
+                identity, body, size, lambda: [fim.make_prompt(*texts, limit=limit)], stop_ids=fim.stop_ids, cursor=texts[:2]
             )
             if body.n_predict != 0:  # what computes a prompt alone shows nobody what it writes
                 state.expect_prompts(inputs[0].hints, *texts, limit=limit)

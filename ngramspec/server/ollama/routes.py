@@ -274,7 +274,7 @@ class _GenerateHandler(_OllamaHandler):
         else:
             limits.check_text(body.prompt + (body.suffix or ""))
             if self._fim is not None:
-                ids = self._fim.prompt(body.prompt, body.suffix or "")
+                ids = self._fim.make_prompt(body.prompt, body.suffix or "")
             else:
                 ids = self._prompts.to_continue(body.prompt, parse_special=self._state.settings.parse_special)
             ids = context + ids

@@ -82,7 +82,7 @@ def make_router(state: ServerState) -> APIRouter:
         with state.admission.reserve():
 
             def render() -> str:
-                return prompts.text(conversation.turns, conversation.toolbox.prompt_tools, conversation.style)
+                return prompts.render_text(conversation.turns, conversation.toolbox.prompt_tools, conversation.style)
 
             return ApplyTemplateResponse(prompt=await state.encoders.run(identity.tenant, conversation.n_chars, render))
 

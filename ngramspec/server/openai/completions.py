@@ -176,7 +176,7 @@ class _TextHandler(CompletionHandler):
             last = self._engine.vocab_size - 1
             _refuse(bool(ids) and max(ids) > last, "prompt", f"token ids must be 0 to {last}; one is out of vocabulary")
         elif self._fim is not None:
-            ids = self._fim.prompt(prompt, self._body.suffix or "")
+            ids = self._fim.make_prompt(prompt, self._body.suffix or "")
         else:
             ids = self._prompts.to_continue(prompt, parse_special=self._parse_special)
         room = self._engine.max_model_len - (1 if self._fills_context else self._params.max_tokens)
