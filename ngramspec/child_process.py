@@ -81,7 +81,7 @@ class ChildProcess:
     def receive(self, limit_s: float = math.inf) -> Message:
         """Return the child's next message. After `limit_s` it is killed. Raises ChildEndedError."""
         assert self._process.stdout is not None
-        with self._limit(limit_s):
+        with self._kill_after(limit_s):
             line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             self._is_over = True
@@ -90,12 +90,12 @@ class ChildProcess:
 
     def ask(self, message: Message, limit_s: float) -> Message:
         """Send a message and return the answer. A child that takes longer than `limit_s` is killed. Raises ChildEndedError."""
-        with self._limit(limit_s):  # sending blocks, too, if the child does not read
+        with self._kill_after(limit_s):  # sending blocks, too, if the child does not read
             self.send(message)
             return self.receive()
 
     @contextlib.contextmanager
-    def _limit(self, limit_s: float) -> Iterator[None]:
+    def _kill_after(self, limit_s: float) -> Iterator[None]:
         """Kill the child if the `with` block takes longer than `limit_s`, which may be infinite."""
         if limit_s == math.inf:
             yield

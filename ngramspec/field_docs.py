@@ -14,7 +14,7 @@ from typing import Any
 
 
 def document_fields(module: str) -> None:
-    """Document the fields of all dataclasses with slots in a module that is being imported."""
+    """Add the meaning of each field to all dataclasses with slots of a module that is being imported."""
     found = sys.modules[module]
     try:
         tree = ast.parse(inspect.getsource(found))

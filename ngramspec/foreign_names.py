@@ -98,22 +98,22 @@ def explain_import(name: str) -> str:
 
 def explain_options(unknown: Iterable[str], known: Collection[str]) -> str:
     """Return the error of an engine's unknown options."""
-    return _explain("Engine takes no", unknown, _OPTIONS, known, "EngineConfig")
+    return _explain_unknown("Engine takes no", unknown, _OPTIONS, known, "EngineConfig")
 
 
 def explain_parameters(unknown: Iterable[str], known: Collection[str]) -> str:
     """Return the error of a prompt's unknown keywords."""
-    return _explain("a prompt takes no", unknown, _PARAMETERS, known, "SamplingParams")
+    return _explain_unknown("a prompt takes no", unknown, _PARAMETERS, known, "SamplingParams")
 
 
 def explain_method(name: str, known: Collection[str]) -> str:
     """Return the error of an engine's unknown attribute."""
     if name in _METHODS and _METHODS[name] is None:
         return f"Engine has no {name!r}: it makes no embeddings"
-    return _explain("Engine has no", [name], {name: ours for name, ours in _METHODS.items() if ours}, known, "Engine")
+    return _explain_unknown("Engine has no", [name], {name: ours for name, ours in _METHODS.items() if ours}, known, "Engine")
 
 
-def _explain(what: str, unknown: Iterable[str], foreign: dict[str, str], known: Collection[str], where: str) -> str:
+def _explain_unknown(what: str, unknown: Iterable[str], foreign: dict[str, str], known: Collection[str], where: str) -> str:
     told = []
     for name in unknown:
         near = [] if name in foreign else get_close_matches(name, known, 1)

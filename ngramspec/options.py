@@ -25,7 +25,7 @@ class Kind(Protocol):
         """What is accepted, as the end of "must be …"."""
         ...
 
-    def accepts(self, value: object) -> bool: ...
+    def is_valid(self, value: object) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Integer:
         bounds = f"an integer from {self.low}" + (f" to {self.high}" if self.high != MAX_INT or not self.low else "")
         return f"None or {bounds}" if self.optional else bounds
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         if value is None:
             return self.optional
         return isinstance(value, numbers.Integral) and not isinstance(value, bool) and self.low <= int(value) <= self.high
@@ -57,7 +57,7 @@ class Number:
     def accepted(self) -> str:
         return f"a number in {'(' if self.above else '['}{self.low}, {self.high}]"
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
         inside = bool(self.low <= value <= self.high)  # type: ignore[operator]  # numbers.Real declares no order; a NaN is in no bounds
@@ -68,7 +68,7 @@ class Number:
 class Flag:
     accepted = "True or False"
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         return isinstance(value, bool)
 
 
@@ -80,7 +80,7 @@ class ChoiceOf:
     def accepted(self) -> str:
         return " or ".join(map(repr, self.values))
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         return isinstance(value, str) and value in self.values
 
 
@@ -95,7 +95,7 @@ class TextKind:
     def accepted(self) -> str:
         return "None or text" if self.optional else "text"
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         return isinstance(value, str) or (value is None and self.optional)
 
 
@@ -107,7 +107,7 @@ class TextList:
     def accepted(self) -> str:
         return f"up to {self.most} non-empty strings"
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         return isinstance(value, (list, tuple)) and len(value) <= self.most and all(isinstance(text, str) and text for text in value)
 
 
@@ -120,10 +120,10 @@ class TokenIds:
     def accepted(self) -> str:
         return "None or one or more token ids (integers from 0)" if self.optional else "token ids (integers from 0)"
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         if value is None or value in ([], ()):
             return (value is None) == self.optional
-        return isinstance(value, (list, tuple)) and all(Integer(0).accepts(token) for token in value)
+        return isinstance(value, (list, tuple)) and all(Integer(0).is_valid(token) for token in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class TokenNumbers:
     def accepted(self) -> str:
         return f"a dict of token id to a number in [{self.low:g}, {self.high:g}]"
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         number = Number(self.low, self.high)
-        return isinstance(value, dict) and all(Integer(0).accepts(token) and number.accepts(each) for token, each in value.items())
+        return isinstance(value, dict) and all(Integer(0).is_valid(token) and number.is_valid(each) for token, each in value.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Option:
 
     def check(self, value: object) -> None:
         """Raises InvalidInputError."""
-        if not self.kind.accepts(value):
+        if not self.kind.is_valid(value):
             raise InvalidInputError(f"{self.name} must be {self.kind.accepted}, got {value!r}")
 
 
@@ -180,7 +180,7 @@ def option(default: Any, kind: Kind, meaning: str, **more: Any) -> Any:
 
 
 @cache
-def _options(settings: Any) -> dict[str, Option]:
+def _collect_options(settings: Any) -> dict[str, Option]:
     found = {}
     for field in dataclasses.fields(settings):
         default = field.default_factory() if callable(field.default_factory) else field.default
@@ -190,7 +190,7 @@ def _options(settings: Any) -> dict[str, Option]:
 
 def options_of(settings: type) -> dict[str, Option]:
     """Return the options of a dataclass by name, in its order."""
-    return _options(settings)
+    return _collect_options(settings)
 
 
 def check(settings: Any) -> None:

@@ -30,12 +30,12 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in so
 LIMITS = {  # a limit may only fall
     "class names with two meanings": 0,
     "file names with two meanings": 0,
-    "bare-word function names, percent": 22,
-    "bare-word function names that are no listed verb": 318,
+    "bare-word function names, percent": 20,
+    "bare-word function names that are no listed verb": 281,
     "functions with more than 9 arguments": 34,
     "modules over 500 lines": 0,
     "docstrings that begin with a preposition": 0,
-    "function docstrings without a sentence": 50,
+    "function docstrings without a sentence": 48,
     "module constants explained below": 0,
     "replaced words in docstrings": 0,
     "replaced words in pages": 0,
@@ -59,7 +59,7 @@ NAME_VERBS = words(
     dump embed emit enable encode encrypt end enqueue enter escape estimate evaluate evict exclude execute exit exp expect
     expose extend fail fetch fill filter find finish fit fix flatten flush fma fold follow forbid forget fork format forward
     free freeze fsync fuse gather generate get grow halve handle hash hide identify import index infill init insert inspect
-    install invalidate iterate join judge jump launch learn lex link list listen load locate lock log loop lower lstat main mark
+    install invalidate iterate join judge jump kill launch learn lex link list listen load locate lock log loop lower lstat main mark
     mask match measure merge mix move multiply njit normalise normalize note number observe open pack parse patch pause peek
     permute pick place plan plot poll pool pop post predict preempt prefetch prepare prepend print probe process profile propose
     prove prune push put quantile quantise quantize quit raise rank rate read readable readinto recall receive record recover

@@ -110,7 +110,7 @@ class GrammarKind:
 
     accepted = "None or a Grammar, such as Grammar.json_schema({…})"
 
-    def accepts(self, value: object) -> bool:
+    def is_valid(self, value: object) -> bool:
         return value is None or isinstance(value, Grammar)
 
 
