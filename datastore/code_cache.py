@@ -3,8 +3,8 @@
 `njit` is numba's decorator with a cache of our own on the one dispatcher that it returns; nothing of numba is patched. A file that is
 truncated or altered is compiled again, and replaced, which is logged once. If no folder can be written, functions are compiled for this
 process only, which is logged once. Several processes may compile into one folder at once: a file's name follows from the function, its
-version, the processor and the types of its arguments, and it appears by rename. What is in no folder may have come with the package
-(`bundled_code`). The module does not know what is compiled.
+version, the processor and the types of its arguments, and it appears by rename; processes that need the same file wait for the first to
+write it. What is in no folder may have come with the package (`bundled_code`). The module does not know what is compiled.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .code_digest import compute_code_digest
 
 log = logging.getLogger(__name__)
 SUFFIX = ".nbc"  # of a file of machine code, as numba has it
+WAIT_S = 60.0  # for another process to compile the same function; the largest takes 10 to 20 s
 _DIGEST = hashlib.sha256().digest_size
 _Processor = tuple[str, str, str]  # what LLVM compiles for: system, name of the processor, features
 _turn = threading.Lock()
@@ -128,6 +129,7 @@ class CodeCache(NullCache):
         self._folder = Path(self._impl.locator.get_cache_path())
         self._stamp = numba.__version__.encode() + _digest_file(Path(py_func.__code__.co_filename))
         self._enabled = True
+        self._turns: dict[Path, Any] = {}  # locks of the files that this process compiles
         _folders.add(self._folder)
 
     @property
@@ -144,10 +146,19 @@ class CodeCache(NullCache):
         _remove(self._find_files())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what was compiled for a signature; None if that is not there, or not whole."""
+        """Return what was compiled for a signature; None if that is not there, or not whole: then this process compiles it."""
         target_context.refresh()
         if not self._enabled:
             return None
+        if (found := self._find_overload(sig, target_context)) is not None:
+            return found
+        path = self._folder / self._make_name(self._make_key(sig, target_context.codegen().magic_tuple()))
+        self._take_turn(path)
+        if (found := self._find_overload(sig, target_context)) is not None:
+            self._end_turn(path)
+        return found
+
+    def _find_overload(self, sig: Any, target_context: Any) -> Any:
         for folder, processor in self._list_sources(target_context.codegen()):
             key = self._make_key(sig, processor)
             try:
@@ -167,22 +178,39 @@ class CodeCache(NullCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled for a signature, if the folder can be written."""
-        if not self._enabled or not self._impl.check_cachable(data):
-            return
-        key = self._make_key(sig, data.codegen.magic_tuple())
-        content = dumps((key, self._impl.reduce(data)))
-        path = self._folder / self._make_name(key)
+        path = self._folder / self._make_name(key := self._make_key(sig, data.codegen.magic_tuple()))
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _remove(path for path in self._find_files() if not path.name.startswith(self._name))
-            partial = path.with_suffix(f".{uuid.uuid4().hex[:16]}")
-            try:
-                partial.write_bytes(self._compute_digest(content) + content)
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+            if self._enabled and self._impl.check_cachable(data):
+                self._write_content(path, dumps((key, self._impl.reduce(data))))
         except OSError:
             report_unusable()
+        finally:
+            self._end_turn(path)
+
+    def _write_content(self, path: Path, content: bytes) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _remove(path for path in self._find_files() if not path.name.startswith(self._name))
+        partial = path.with_suffix(f".{uuid.uuid4().hex[:16]}")
+        try:
+            partial.write_bytes(self._compute_digest(content) + content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _take_turn(self, path: Path) -> None:
+        """Wait until no other process compiles what is to be in this file."""
+        from filelock import FileLock  # imports asyncio, which a start that compiles nothing need not wait for
+
+        if path not in self._turns:
+            lock = FileLock(path.with_suffix(".lock"))
+            with contextlib.suppress(OSError):  # a timeout is one, too
+                lock.acquire(timeout=WAIT_S)
+                self._turns[path] = lock
+
+    def _end_turn(self, path: Path) -> None:
+        if lock := self._turns.pop(path, None):
+            lock.release()
+            _remove([path.with_suffix(".lock")])
 
     def _read_content(self, path: Path) -> bytes | None:
         """Return a file's pickled signature and code, None if it is damaged. Raises OSError."""

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numba
 import pytest
+from filelock import FileLock
 from numba.core.caching import FunctionCache
 from numba.core.dispatcher import Dispatcher
 
@@ -75,6 +78,23 @@ def test_code_is_loaded_again(load: Callable[[], ModuleType], compiled: list[Pat
     module = load()
     assert (module.add(3, 4), module.add(1.5, 2)) == (7, 3.5)
     assert _hits(module.add) == len(compiled) == 2
+
+
+def test_a_process_waits_for_another_that_compiles_the_same(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
+    module, aside = load(), [path.rename(path.with_suffix(".aside")) for path in compiled]
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())
+        with ExitStack() as other_process:
+            for path in compiled:
+                other_process.enter_context(FileLock(path.with_suffix(".lock")))
+            waiting = pool.submit(module.add, 1, 2)
+            with pytest.raises(TimeoutError):
+                waiting.result(2)  # ten times as long as it takes to compile
+            for path in aside:
+                path.rename(path.with_suffix(code_cache.SUFFIX))
+        assert waiting.result() == 3
+    assert _hits(module.add) == 1
+    assert len([*compiled[0].parent.glob("*.lock")]) == len(compiled) - 1  # the other variant's, made here
 
 
 def test_code_of_another_source_is_not_loaded(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
