@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from llvmlite import binding, ir
@@ -16,6 +17,12 @@ BYTES, FLOATS, WORDS = ir.VectorType(BYTE, LINE), ir.VectorType(FLOAT, WIDTH), i
 ZEROS, NOUGHTS = ir.Constant(FLOATS, [0.0] * WIDTH), ir.Constant(WORDS, [0] * WIDTH)
 GROUPS = DEPTH // 4  # Groups of four inputs in a quant block.
 SUPER_SHIFT = SUPER.bit_length() - 1  # n >> SUPER_SHIFT: super-blocks of n blocks
+
+
+@cache
+def _make_spread(kind: Any, n: int) -> tuple[Any, Any]:
+    """Make the operands, besides the scalar, with which a vector repeats it: llvmlite writes the text of a constant once."""
+    return ir.Constant(ir.VectorType(kind, n), ir.Undefined), ir.Constant(ir.VectorType(WORD, n), [0] * n)
 
 
 class Emitter:
@@ -42,15 +49,30 @@ class Emitter:
 
     def spread(self, scalar: Any, n: int = WIDTH) -> Any:
         """Emit a vector that repeats this scalar."""
-        kind = ir.VectorType(scalar.type, n)
-        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), scalar, WORD(0))
-        return self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(WORD, n), [0] * n))
+        undefined, first = _make_spread(scalar.type, n)
+        return self.b.shuffle_vector(self.b.insert_element(undefined, scalar, WORD(0)), undefined, first)
 
-    def splat_words(self, number: int) -> Any:
+    @staticmethod
+    @cache
+    def splat_words(number: int) -> Any:
         return ir.Constant(WORDS, [number] * WIDTH)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        return self.call("llvm.fma.v16f32", FLOATS, a, b, c)
+        return self.share(lambda e, *args: e.call("llvm.fma.v16f32", FLOATS, *args), "fma_16", a, b, c)  # there 16 calls of a library
+
+    def share(self, write: Callable[..., Any], name: str, *args: Any) -> Any:
+        """Emit what `write(emitter, *args)` does: as a function if plain x86-64 takes many instructions, and LLVM long, for it."""
+        if self.target.cpu != "x86-64":
+            return write(self, *args)
+        function = self.b.module.globals.get(name)
+        if function is None:
+            inside = Emitter(ir.IRBuilder(), self.target)
+            function = ir.Function(self.b.module, ir.FunctionType(args[0].type, [a.type for a in args]), name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inside.b.position_at_end(function.append_basic_block())
+            inside.b.ret(write(inside, *function.args))
+        return self.b.call(function, args)
 
     def to_floats(self, integers: Any) -> Any:
         return self.b.sitofp(integers, FLOATS)
@@ -145,11 +167,15 @@ class Emitter:
             kind = ir.VectorType(BYTE, 32)
             parts = [self.call("llvm.x86.avx2.pshuf.b", kind, ir.Constant(kind, table * 2), part) for part in self.split(codes, 32)]
             return self.b.bitcast(self.join(parts), WORDS)
-        result = ir.Constant(BYTES, [table[0]] * LINE)
-        for code in range(1, 16):
-            here = self.b.icmp_unsigned("==", codes, ir.Constant(BYTES, [code] * LINE))
-            result = self.b.select(here, ir.Constant(BYTES, [table[code]] * LINE), result)
-        return self.b.bitcast(result, WORDS)
+
+        def select(e: Emitter, codes: Any) -> Any:
+            result = ir.Constant(BYTES, [table[0]] * LINE)
+            for code in range(1, 16):
+                here = e.b.icmp_unsigned("==", codes, ir.Constant(BYTES, [code] * LINE))
+                result = e.b.select(here, ir.Constant(BYTES, [table[code]] * LINE), result)
+            return result
+
+        return self.b.bitcast(self.share(select, "look_up", codes), WORDS)
 
     def split(self, vector: Any, n: int) -> list[Any]:
         """Split a vector into pieces of n elements."""
