@@ -191,7 +191,7 @@ def _run_server(
     log = logs.configure(settings.log_format)
 
     def make_engine() -> Engine:
-        return common.open_engine(model, progress=common.ThrottledLines(lambda stage: logs.event("loading", stage)), **engine)
+        return common.open_engine(model, progress=common.ThrottledLines(lambda stage: logs.log_event("loading", stage)), **engine)
 
     def print_editor_settings(url: str, engine: Engine) -> None:
         if paths:

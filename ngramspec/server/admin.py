@@ -16,14 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ngramspec import __version__
 from ngramspec.datastore import Datastore, DatastoreError, DatastoreFullError, DatastoreLockedError
-from ngramspec.server.auth import Identity, administrator
+from ngramspec.server.auth import Identity, require_administrator
 from ngramspec.server.error_responses import ApiError, ErrorBody, retry_after
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.repositories import ServedRepository
 from ngramspec.server.state import ServerState
 
 Name = Annotated[str, Path(pattern=r"^[\w.-]{1,64}$", description="What requests call it.")]
-Administrator = Annotated[Identity, Depends(administrator)]
+Administrator = Annotated[Identity, Depends(require_administrator)]
 
 
 class Folder(BaseModel):
@@ -108,8 +108,10 @@ def make_router(state: ServerState) -> APIRouter:
 
     @routes.get("/datastores")
     async def list_datastores(_: Administrator) -> DatastoreList:
-        """The datastores in use."""
-        return await asyncio.to_thread(lambda: DatastoreList(datastores=[_info(name, store) for name, store in engine.datastores.items()]))
+        """List the datastores in use."""
+        return await asyncio.to_thread(
+            lambda: DatastoreList(datastores=[_describe_datastore(name, store) for name, store in engine.datastores.items()])
+        )
 
     @routes.put("/datastores/{name}")
     async def put_datastore(name: Name, folder: Folder, _: Administrator) -> DatastoreInfo:
@@ -118,7 +120,7 @@ def make_router(state: ServerState) -> APIRouter:
         def put() -> DatastoreInfo:
             with _as_api_errors("path"):
                 engine.add_datastore(name, folder.path)
-                return _info(name, find(name))
+                return _describe_datastore(name, find(name))
 
         return await asyncio.to_thread(put)
 
@@ -153,18 +155,18 @@ def make_router(state: ServerState) -> APIRouter:
 
     @routes.get("/repositories")
     async def list_repositories(_: Administrator) -> RepositoryList:
-        """The working trees that the server was started with, and how far their stores are."""
-        return RepositoryList(repositories=[_repository(each) for each in state.repositories.trees.values()])
+        """List the working trees that the server was started with, and how far their stores are."""
+        return RepositoryList(repositories=[_describe_repository(each) for each in state.repositories.trees.values()])
 
     return routes
 
 
-def _repository(tree: ServedRepository) -> RepositoryInfo:
+def _describe_repository(tree: ServedRepository) -> RepositoryInfo:
     stores = [{"name": name, **asdict(progress)} for name, progress in tree.progress.items()]
     return RepositoryInfo.model_validate({"name": tree.name, "path": tree.path, "address": tree.address, "stores": stores})
 
 
-def _info(name: str, store: Datastore) -> DatastoreInfo:
+def _describe_datastore(name: str, store: Datastore) -> DatastoreInfo:
     return DatastoreInfo.model_validate({"name": name, **store.info()})
 
 

@@ -26,7 +26,7 @@ from ngramspec.server.openai import chat, completions, responses
 from ngramspec.server.queue import AdmissionQueue
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
-from ngramspec.server.sse import generates
+from ngramspec.server.sse import is_generating
 from ngramspec.server.state import ServerState
 from ngramspec.server.token_strings import TokenTexts
 
@@ -100,6 +100,6 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
             allow_headers=["*"],  # those that the page's client asks for, such as the `openai` client's x-stainless-*; limits bounds them
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    generating = frozenset(route.path for router in routers for route in router.routes if generates(route))
+    generating = frozenset(route.path for router in routers for route in router.routes if is_generating(route))
     app.add_middleware(RequestMiddleware, state=state, generating=generating)  # outermost
     return app

@@ -61,22 +61,22 @@ class Identity:
         """May see where drafts come from, and detailed statistics: they tell what a store holds."""
         return self.admin or (self.local and not self.name)
 
-    def datastores(self, asked: str | Sequence[str] | None, known: Collection[str]) -> list[str] | None:
-        """Names to draft from for a request that asks for these (None: whatever it may use), of those that are `known`.
+    def choose_datastores(self, asked: str | Sequence[str] | None, known: Collection[str]) -> list[str] | None:
+        """Return the names to draft from for a request that asks for these (None: whatever it may use), of those that are `known`.
 
         None stands for all of them. A store that this identity may not use is as unknown as one that is not there.
         """
         if asked is None:
-            return None if self.stores is None and not self.hidden else sorted(self._usable(known) - self.hidden)
+            return None if self.stores is None and not self.hidden else sorted(self._list_usable(known) - self.hidden)
         names = [asked] if isinstance(asked, str) else list(dict.fromkeys(asked))
-        usable = self._usable(known)
+        usable = self._list_usable(known)
         if unknown := [name for name in names if name not in usable]:
             listed = ", ".join(sorted(usable)[:NAMES_LISTED]) + (", …" if len(usable) > NAMES_LISTED else "")
             there = f"; there are {listed}" if usable else "; there is none"
             raise ApiError(400, f"unknown datastore {unknown[0][:100]!r}{there}", param="datastore", code="unknown_datastore")
         return names
 
-    def _usable(self, known: Collection[str]) -> set[str]:
+    def _list_usable(self, known: Collection[str]) -> set[str]:
         return set(known) if self.stores is None else set(known) & self.stores
 
     def in_tree(self, name: str | None, trees: Repositories) -> Identity:
@@ -113,9 +113,9 @@ class Keyring:
             self._set_keys(self._settings.load_keys())
         except ValueError as error:
             first = describe_field_error(error.errors()[0]) if isinstance(error, ValidationError) else str(error)  # which holds no key
-            logs.event("keys", f"the file of keys has changed and cannot be used, the keys before still hold: {first}")
+            logs.log_event("keys", f"the file of keys has changed and cannot be used, the keys before still hold: {first}")
         else:
-            logs.event("keys", f"the file of keys has changed: {len(self._keys)} keys hold now")
+            logs.log_event("keys", f"the file of keys has changed: {len(self._keys)} keys hold now")
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -165,14 +165,14 @@ async def identify(
         return _enter_tree(request, Identity(key.name, key.admin, key.name, key.stores, local))
     if (request.method, getattr(route, "path", None)) in OPEN:
         return Identity("", admin=False, tenant="", stores=frozenset(), local=local)
-    state.metrics.refused("unauthorized")
+    state.metrics.count_refused("unauthorized")
     missing = given_key(request.scope["headers"]) is None
     problem = "needs a key: send it as `Authorization: Bearer KEY`" if missing else "does not know this key"
     raise ApiError(401, f"this server {problem}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-async def administrator(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Identity:
-    """The dependency of administrator's routes. Raises ApiError 403, also where a page of another site asks to change something."""
+async def require_administrator(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Identity:
+    """Return who asks, if it is an administrator. Raises ApiError 403, also if a page of another site asks to change something."""
     if not identity.admin:
         allow = "the server was started without keys; --admin-key KEY makes one, --admin-on-loopback lets requests from its own machine in"
         raise ApiError(403, "this needs an administrator's key" + ("" if len(request.app.state.server.keyring) else f": {allow}"))
@@ -181,8 +181,8 @@ async def administrator(request: Request, identity: Annotated[Identity, Depends(
     return identity
 
 
-async def operator(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Identity:
-    """The dependency of routes that tell of all tenants together. Raises ApiError 403 for a key that is no administrator's."""
+async def require_operator(request: Request, identity: Annotated[Identity, Depends(identify)]) -> Identity:
+    """Return who asks, for routes that tell of all tenants together. Raises ApiError 403 for a key that is no administrator's."""
     if len(request.app.state.server.keyring) and not identity.admin:
         raise ApiError(403, "this tells of every key's requests, and needs an administrator's key")
     return identity
@@ -202,7 +202,7 @@ def check_site(headers: Headers, settings: ServerSettings) -> None:
 
 
 def given_key(raw: Headers) -> bytes | None:
-    """The key in a request's headers: one bearer token, else one X-Api-Key. Two of a kind are none, for proxies disagree which counts."""
+    """Return the key in a request's headers: one bearer token, else one X-Api-Key. Of two of a kind none counts."""
     bearers = [value for name, value in raw if name == b"authorization"]
     if len(bearers) == 1:
         scheme, _, key = bearers[0].partition(b" ")
@@ -235,7 +235,7 @@ class AllowedHosts:
         """Bound to other addresses, any literal address is fine: no name is resolved for it."""
         self.names |= {host.rpartition("/")[2].lower() for host in settings.hosts} - {"0.0.0.0", "::", ""}  # of a socket, its file's name
 
-    def allow(self, host: bytes | None) -> bool:
+    def is_allowed(self, host: bytes | None) -> bool:
         if not self.checked:
             return True
         if host is None:

@@ -44,7 +44,7 @@ class Encoders:
         lane = self._short if size <= SHORT else self._long
         future = lane.submit(tenant, size, encode)
         if future is None:
-            self._metrics.refused("queue_full")
+            self._metrics.count_refused("queue_full")
             raise ApiError(429, "too many texts wait for being encoded; try again later", code="queue_full", headers=retry_after(2))
         try:
             result: T = await asyncio.wrap_future(future)

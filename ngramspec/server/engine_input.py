@@ -44,7 +44,7 @@ def make_hints(request: GenerationFields, identity: Identity, engine: Engine) ->
             raise ApiError(403, f"{name}: {why}", param=name)
     return Hints(
         tenant=identity.tenant,
-        datastores=identity.datastores(request.datastore, engine.datastores),
+        datastores=identity.choose_datastores(request.datastore, engine.datastores),
         speculation=request.speculation is not False,
         prefix_cache=request.cache_prompt is not False,
     )
@@ -103,7 +103,7 @@ class RequestLimits:
     """The most that a request may ask the engine for."""
 
     def __init__(self, limits: Limits, max_model_len: int, vocab_size: int, fewest_tokens: Callable[[str], int] = lambda text: 0) -> None:
-        """`fewest_tokens`: a number of tokens that a text has at least."""
+        """Take the limits of a server and of its model. `fewest_tokens(text)`: a number of tokens that the text has at least."""
         self.limits, self.max_model_len, self.vocab_size = limits, max_model_len, vocab_size
         self.max_prompt = min(max_model_len - 1, max_model_len if limits.prompt_tokens is None else limits.prompt_tokens)
         """Tokens."""

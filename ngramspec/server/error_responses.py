@@ -90,7 +90,7 @@ class ApiError(Exception):
         self.type = type or _TYPES.get(status, INVALID if status < 500 else "server_error")
         self.headers, self.more = dict(headers or {}), dict(more or {})
 
-    def response(self, scope: Mapping[str, Any]) -> JSONResponse:
+    def make_response(self, scope: Mapping[str, Any]) -> JSONResponse:
         """Return the response to the request with this ASGI scope."""
         names = {name for name, _ in scope.get("headers", ())}
         path = "/v1/messages" if b"anthropic-version" in names else scope["path"]  # its clients ask for models, too
@@ -209,32 +209,32 @@ def retry_after(seconds: float) -> dict[str, str]:
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error of an application leave in the envelope. A defect's traceback is left to the outermost middleware."""
 
-    async def known(request: Request, error: Exception) -> JSONResponse:
+    async def answer_api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
         note_refusal(request.scope, error)
         if error.status == 400:
-            request.app.state.server.metrics.refused("invalid")
-        return error.response(request.scope)
+            request.app.state.server.metrics.count_refused("invalid")
+        return error.make_response(request.scope)
 
-    async def refuse(request: Request, error: Exception) -> JSONResponse:
-        return await known(request, translate_error(error))
+    async def answer_input_error(request: Request, error: Exception) -> JSONResponse:
+        return await answer_api_error(request, translate_error(error))
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
+    async def answer_validation_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return await known(request, make_validation_error(error.errors()))
+        return await answer_api_error(request, make_validation_error(error.errors()))
 
-    async def http(request: Request, error: Exception) -> JSONResponse:
+    async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return translate_http_error(error, request).response(request.scope)
+        return translate_http_error(error, request).make_response(request.scope)
 
-    async def gone(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(CLIENT_GONE, "the client went away").response(request.scope)
+    async def answer_client_gone(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(CLIENT_GONE, "the client went away").make_response(request.scope)
 
-    app.add_exception_handler(ApiError, known)
-    app.add_exception_handler(InvalidInputError, refuse)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ApiError, answer_api_error)
+    app.add_exception_handler(InvalidInputError, answer_input_error)
+    app.add_exception_handler(RequestValidationError, answer_validation_error)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_exception_handler(ClientGone, answer_client_gone)
 
 
 # What clients ask other servers for: the ends of paths, and what to tell.

@@ -46,14 +46,16 @@ class Field:
     matters_with: tuple[tuple[str, Any], ...] = ()
     """(name, value with which it is off) of the fields that give a refused one its meaning; none: it has one by itself."""
 
-    def asks(self, value: Any, given: Mapping[str, Any]) -> bool:
+    def asks_for_refused(self, value: Any, given: Mapping[str, Any]) -> bool:
         """Return whether the value, among all that is given, is for what is refused."""
-        if value is None or any(_same(value, each) for each in self.neutral):
+        if value is None or any(_is_same(value, each) for each in self.neutral):
             return False
-        return not self.matters_with or any(given.get(name) is not None and not _same(given[name], off) for name, off in self.matters_with)
+        return not self.matters_with or any(
+            given.get(name) is not None and not _is_same(given[name], off) for name, off in self.matters_with
+        )
 
 
-def _same(value: Any, other: Any) -> bool:
+def _is_same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
@@ -227,7 +229,7 @@ _ROWS = (
 )
 
 
-def _rows() -> Iterator[Field]:
+def _list_rows() -> Iterator[Field]:
     told = {name for row in _ROWS for name in row.names}
     for name, option in options_of(SamplingParams).items():
         if name not in told:
@@ -236,7 +238,7 @@ def _rows() -> Iterator[Field]:
 
 
 # The whole table. Sampling parameters that all dialects have under their own names come first, as they are declared.
-FIELDS = tuple(_rows())
+FIELDS = tuple(_list_rows())
 BY_ROUTE: dict[str, dict[str, Field]] = {
     route: {name: row for row in FIELDS if route in row.routes for name in row.names} for route in ROUTES
 }
@@ -247,7 +249,7 @@ def check(route: str, given: Mapping[str, Any]) -> None:
     table = BY_ROUTE[route]
     for name, value in given.items():
         row = table.get(name)
-        if row is not None and row.fate is FieldSupport.REFUSED and row.asks(value, given):
+        if row is not None and row.fate is FieldSupport.REFUSED and row.asks_for_refused(value, given):
             raise ApiError(400, f"{name} is not supported: {row.why}", param=name, code="not_supported")
 
 
@@ -264,7 +266,7 @@ def describe_unknown(route: str, name: str) -> str:
     return f"{shown} (did you mean {near[0]}?)" if near else shown
 
 
-def described(route: str, schema: dict[str, Any]) -> None:
+def add_fields_to_schema(route: str, schema: dict[str, Any]) -> None:
     """Add to the JSON schema of a route's requests what its model does not name."""
     for name, row in BY_ROUTE[route].items():
         if row.fate is FieldSupport.ACCEPTED:

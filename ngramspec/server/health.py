@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
-from ngramspec.server.auth import OPEN, Identity, operator
+from ngramspec.server.auth import OPEN, Identity, require_operator
 from ngramspec.server.error_responses import AnthropicErrorBody, ApiError, ErrorBody, OllamaErrorBody, choose_error_format, retry_after
 from ngramspec.server.state import ServerState
 
@@ -46,15 +46,15 @@ def make_router(state: ServerState) -> APIRouter:
         return {"status": "ok"}
 
     @routes.get("/metrics", response_class=Response)
-    def metrics(request: Request, identity: Annotated[Identity, Depends(operator)]) -> Response:
-        """Prometheus' text format. Where there are keys, for administrators: the counts are of all keys together."""
+    def metrics(request: Request, identity: Annotated[Identity, Depends(require_operator)]) -> Response:
+        """Return the metrics in Prometheus' text format. If there are keys, for administrators: the counts are of all keys together."""
         if not state.settings.metrics:
             raise ApiError(501, "the server was started without /metrics")
         body, content_type = state.metrics.expose(request.headers.get("accept", ""))
         return Response(body, media_type=content_type, headers={"Process-Start-Time-Unix": str(state.metrics.started)})
 
     @routes.get("/openapi.json", include_in_schema=False)
-    async def openapi(request: Request) -> dict[str, Any]:
+    async def serve_openapi(request: Request) -> dict[str, Any]:
         document: dict[str, Any] = request.app.openapi()
         return document
 

@@ -23,7 +23,7 @@ class KeyLimits:
         self._free_at: dict[str, float] = {}  # by name: when a whole minute's requests are to be had again
 
     def enter(self, key: Key) -> None:
-        """Admit one more request, until `leave`. Raises ApiError 429, with `Retry-After`."""
+        """Admit one more request, until `release`. Raises ApiError 429, with `Retry-After`."""
         if key.max_requests is not None and self._running[key.name] >= key.max_requests:
             why = f"this key may have {key.max_requests} requests at a time; wait for one of them"
             raise ApiError(429, why, code="too_many_requests", headers=retry_after(1))
@@ -31,7 +31,7 @@ class KeyLimits:
             self._take(key.name, key.requests_per_minute)
         self._running[key.name] += 1
 
-    def leave(self, key: Key) -> None:
+    def release(self, key: Key) -> None:
         """Return the room of one request."""
         self._running[key.name] -= 1
 

@@ -44,7 +44,7 @@ def log_request(facts: dict[str, Any]) -> None:
     access.info("%s %s %s %s", facts["method"], facts["route"], facts["status"], more, extra={"facts": facts})
 
 
-def event(name: str, text: str, **facts: Any) -> None:
+def log_event(name: str, text: str, **facts: Any) -> None:
     """Log something that happens to the server: a sentence for people, facts for programs."""
     server.info("%s", text, extra={"facts": {"event": name, "message": text, **facts}})
 

@@ -44,36 +44,38 @@ class Metrics:
         self.sources = frozenset(name.partition(":")[0] for name in engine.source_names)
         """Who may have proposed a draft token, without the file and line that a datastore adds."""
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
+        def make_counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        def make_histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
 
         draft, accepted = "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
-        self._drafts = counter("spec_decode_num_drafts", "Passes that verified a draft.")
-        self._draft_tokens = counter(draft, "Draft tokens verified; a draft is a tree, so several may stand for one position.")
-        self._accepted_tokens = counter(accepted, "Draft tokens that the model confirmed.")
-        self._accepted_per_pos = counter(
+        self._drafts = make_counter("spec_decode_num_drafts", "Passes that verified a draft.")
+        self._draft_tokens = make_counter(draft, "Draft tokens verified; a draft is a tree, so several may stand for one position.")
+        self._accepted_tokens = make_counter(accepted, "Draft tokens that the model confirmed.")
+        self._accepted_per_pos = make_counter(
             f"{accepted}_per_pos", "Drafts of which the token at this depth, from 0, was confirmed.", "position"
         )
-        self._draft_by_source = counter(f"{draft}_by_source", "Draft tokens verified, by who proposed them.", "source")
-        self._accepted_by_source = counter(f"{accepted}_by_source", "Draft tokens confirmed, by who proposed them.", "source")
-        self._expected_by_source = counter(
+        self._draft_by_source = make_counter(f"{draft}_by_source", "Draft tokens verified, by who proposed them.", "source")
+        self._accepted_by_source = make_counter(f"{accepted}_by_source", "Draft tokens confirmed, by who proposed them.", "source")
+        self._expected_by_source = make_counter(
             "spec_decode_num_expected_tokens_by_source",
             "Sum of the probabilities that draft tokens were verified with: what those accepted should come to.",
             "source",
         )
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, those from the prefix cache included.")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self._success = counter("request_success", "Texts that came to their end.", "finished_reason")
-        self._cancelled = counter("request_cancelled", "Requests that their client left, or that a timeout ended.")
-        self._failed = counter("request_failed", "Requests that an error of the server ended.")
-        self._refused = counter("request_refused", "Requests that were turned away before they reached the engine.", "reason")
-        self._ttft = histogram("time_to_first_token_seconds", "From the request's arrival at the engine to its first token.", _WAIT_S)
-        self._per_token = histogram("time_per_output_token_seconds", "Mean time between two tokens of a text, per request.", _PASS_S)
-        self._latency = histogram("e2e_request_latency_seconds", "From the request's arrival at the engine to its last token.", _WHOLE_S)
-        self._queued = histogram("request_queue_time_seconds", "From the request's arrival at the engine to its first pass.", _WAIT_S)
+        self._prompt_tokens = make_counter("prompt_tokens", "Tokens of prompts, those from the prefix cache included.")
+        self._generation_tokens = make_counter("generation_tokens", "Tokens generated.")
+        self._success = make_counter("request_success", "Texts that came to their end.", "finished_reason")
+        self._cancelled = make_counter("request_cancelled", "Requests that their client left, or that a timeout ended.")
+        self._failed = make_counter("request_failed", "Requests that an error of the server ended.")
+        self._refused = make_counter("request_refused", "Requests that were turned away before they reached the engine.", "reason")
+        self._ttft = make_histogram("time_to_first_token_seconds", "From the request's arrival at the engine to its first token.", _WAIT_S)
+        self._per_token = make_histogram("time_per_output_token_seconds", "Mean time between two tokens of a text, per request.", _PASS_S)
+        self._latency = make_histogram(
+            "e2e_request_latency_seconds", "From the request's arrival at the engine to its last token.", _WHOLE_S
+        )
+        self._queued = make_histogram("request_queue_time_seconds", "From the request's arrival at the engine to its first pass.", _WAIT_S)
 
         info = Gauge(f"{PREFIX}engine_info", "What serves: always 1.", ("model_name", "version", "exactness"), registry=self.registry)
         info.labels(engine.name, ngramspec.__version__, engine.promise).set(1)
@@ -88,7 +90,7 @@ class Metrics:
         self.registry.register(_Status(engine))
         self.registry.register(self._llama)
 
-    def finished(self, completion: Completion, outcome: str) -> None:
+    def count_finished(self, completion: Completion, outcome: str) -> None:
         """Count a request that reached the engine. `outcome`: "done", "cancelled" or "error"."""
         stats = completion.stats
         self._llama.add(completion, stats)
@@ -125,7 +127,7 @@ class Metrics:
         if (longest := max(len(choice.token_ids) for choice in completion.choices)) > 1:
             self._per_token.observe((completion.duration_s - completion.ttft_s) / (longest - 1))
 
-    def refused(self, reason: str) -> None:
+    def count_refused(self, reason: str) -> None:
         """Count a request that was turned away; `reason` is one of REFUSALS."""
         self._refused.labels(reason if reason in REFUSALS else OTHER).inc()
 
@@ -188,7 +190,7 @@ class _LlamaMetrics(Collector):
 
     def add(self, completion: Completion, stats: Stats) -> None:
         """Count a request that reached the engine, which has these statistics."""
-        found = response_stats.timings(completion)
+        found = response_stats.describe_timings(completion)
         length = len(completion.prompt_token_ids) + max((len(choice.token_ids) for choice in completion.choices), default=0)
         with self._lock:
             self._prompt_tokens += int(found["prompt_n"])

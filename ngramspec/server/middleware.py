@@ -59,7 +59,7 @@ class RequestMiddleware:
     """Wraps an application. `scope["state"]` tells it: `key` (the valid key or None), `json` (the parsed body), `repository`, `facts`."""
 
     def __init__(self, app: ASGIApp, state: ServerState, generating: Collection[str]) -> None:
-        """`generating`: paths of requests that reserve sequences."""
+        """Wrap an application. `generating`: paths of requests that reserve sequences."""
         self.app, self.limits, self.hosts = app, state.settings.limits, AllowedHosts(state.settings)
         self.bodies = IncomingBodies(self.limits)
         self.prefix, self.root = state.settings.api_prefix, state.settings.root_path
@@ -91,7 +91,7 @@ class RequestMiddleware:
                 for header, value in _HEADERS.items():
                     headers.setdefault(header, value)
             if message["type"] == "http.response.body" and not message.get("more_body"):
-                self._leave(scope)  # before the last byte: whoever has read it may ask again
+                self._release(scope)  # before the last byte: whoever has read it may ask again
             await send(message)
 
         try:
@@ -100,10 +100,10 @@ class RequestMiddleware:
             except ApiError as error:
                 error_responses.note_refusal(scope, error)
                 if error.code == BODIES_FULL:
-                    self.metrics.refused(BODIES_FULL)
+                    self.metrics.count_refused(BODIES_FULL)
                 elif error.status != 429:  # which the admission queue has counted
-                    self.metrics.refused("too_large" if error.status in (413, 431) else "invalid")
-                send_refusal = error.response(scope)
+                    self.metrics.count_refused("too_large" if error.status in (413, 431) else "invalid")
+                send_refusal = error.make_response(scope)
                 await (_close_late(send_refusal) if "Connection" in error.headers else send_refusal)(scope, receive, answer)
             else:
                 placeholder = b"null" if body else b""  # routes take the body as parsed; nobody holds its bytes
@@ -113,9 +113,9 @@ class RequestMiddleware:
         except Exception:
             log.exception("request %s failed", name)
             if not status:
-                await error_responses.make_internal_error().response(scope)(scope, receive, answer)
+                await error_responses.make_internal_error().make_response(scope)(scope, receive, answer)
         finally:
-            self._leave(scope)
+            self._release(scope)
             route = getattr(inner.get("route"), "path", scope["path"] if scope["path"] in self.generating else "-")
             took = round((time.perf_counter() - started) * 1e3, 1)
             caller = "" if (key := inner["state"].get("key")) is None else key.name
@@ -131,7 +131,7 @@ class RequestMiddleware:
         """Return the body that the application gets. Raises ApiError, ClientGone."""
         check_headers(scope["headers"], self.limits)
         hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) > 1 or not self.hosts.allow(hosts[0] if hosts else None):
+        if len(hosts) > 1 or not self.hosts.is_allowed(hosts[0] if hosts else None):
             raise ApiError(403, "this server does not answer under this host name; --allowed-host NAME allows it")
         self.keyring.refresh()
         given = given_key(scope["headers"])
@@ -152,14 +152,14 @@ class RequestMiddleware:
         try:
             self.key_limits.enter(key)
         except ApiError:
-            self.metrics.refused("key_limit")
+            self.metrics.count_refused("key_limit")
             raise
         scope["state"]["limited"] = key
 
-    def _leave(self, scope: Scope) -> None:
+    def _release(self, scope: Scope) -> None:
         """Return the room of a request that is answered. May be called again."""
         if (key := scope["state"].pop("limited", None)) is not None:
-            self.key_limits.leave(key)
+            self.key_limits.release(key)
 
 
 class ParsedBodyRoute(APIRoute):
@@ -365,11 +365,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that hands the body out again, and then what else comes."""
     sent = False
 
-    async def again() -> Message:
+    async def receive_replayed() -> Message:
         nonlocal sent
         if sent:
             return await receive()
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return receive_replayed

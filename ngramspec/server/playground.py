@@ -51,12 +51,12 @@ def make_router(state: ServerState) -> APIRouter:
     api = APIRouter()
     static = {file.name: file.read_bytes() for file in files(__package__).joinpath("static").iterdir() if file.is_file()}
 
-    def asset(name: str) -> Response:
+    def make_file_response(name: str) -> Response:
         return Response(static[name], media_type=_TYPES[name.rpartition(".")[2]], headers=HEADERS)
 
     @api.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return asset("index.html")
+    async def serve_page() -> Response:
+        return make_file_response("index.html")
 
     @api.get("/playground/config")
     async def config(identity: Annotated[Identity, Depends(identify)]) -> Config:
@@ -73,9 +73,9 @@ def make_router(state: ServerState) -> APIRouter:
         )
 
     @api.get("/static/{name}", include_in_schema=False)
-    async def file(name: str) -> Response:
+    async def serve_file(name: str) -> Response:
         if name not in static:
             raise HTTPException(404)
-        return asset(name)
+        return make_file_response(name)
 
     return api

@@ -148,7 +148,7 @@ class AdmissionQueue:
         if self.draining:
             raise self._refuse_draining()
         if self.engine.closed:
-            self.metrics.refused("engine_dead")
+            self.metrics.count_refused("engine_dead")
             raise ApiError(503, "the engine has stopped", code="engine_stopped", headers=retry_after(30))
         if sequences > self.capacity:
             raise ApiError(400, f"the request is for {sequences} texts at once; this server holds {self.capacity}", param="n")
@@ -159,19 +159,19 @@ class AdmissionQueue:
         return reservation
 
     def _refuse_draining(self) -> ApiError:
-        self.metrics.refused("draining")
+        self.metrics.count_refused("draining")
         return ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_after(10))
 
     def check_room(self, sequences: int) -> None:
         """Raises ApiError 429 if there is no room for this many more sequences."""
         if self._reserved + sequences > self.capacity:
-            self.metrics.refused("queue_full")
+            self.metrics.count_refused("queue_full")
             wait_s = min(60.0, self._mean_s * max(1.0, self._reserved / self.capacity))
             raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=retry_after(wait_s))
 
     # ------------------------------------------------------------------ running
 
-    async def results(self, reservation: Reservation, http: Request, inputs: Sequence[EngineInput]) -> list[Completion]:
+    async def complete(self, reservation: Reservation, http: Request, inputs: Sequence[EngineInput]) -> list[Completion]:
         """Run to the end. Raises ApiError, and ClientGone where the client left; either way nothing runs on."""
         started = time.perf_counter()
         left: dict[int, Completion] = {}
@@ -198,7 +198,7 @@ class AdmissionQueue:
                     raise ClientGone
                 ended.result()
                 done = [left[i] for i in range(len(inputs))]
-                await self._pace(done, started, watch)
+                await self._wait_for_pace(done, started, watch)
                 return done
             finally:
                 watch.cancel()
@@ -246,7 +246,7 @@ class AdmissionQueue:
             nonlocal unfinished
             index, what = piece
             if isinstance(what, Exception):
-                self.metrics.finished(reservation.requests[index].completion, "error")
+                self.metrics.count_finished(reservation.requests[index].completion, "error")
                 take((index, translate_error(what)))
                 return
             if what.completion is not None:
@@ -271,7 +271,7 @@ class AdmissionQueue:
     def count(self, completion: Completion, http: Request, started: float) -> None:
         """Tell the metrics and the log of a request that the engine is done with; `started`: time.perf_counter() then."""
         cancelled = any(choice.finish_reason == "cancelled" for choice in completion.choices)
-        self.metrics.finished(completion, "cancelled" if cancelled else "done")
+        self.metrics.count_finished(completion, "cancelled" if cancelled else "done")
         if not cancelled:
             self._mean_s += 0.1 * (time.perf_counter() - started - self._mean_s)
         facts = http.scope.get("state", {}).setdefault("facts", {})
@@ -287,7 +287,7 @@ class AdmissionQueue:
     def _interval_s(self) -> float:
         return self.settings.pad_stream / 1e3
 
-    async def _pace(self, done: list[Completion], started: float, watch: asyncio.Task[None]) -> None:
+    async def _wait_for_pace(self, done: list[Completion], started: float, watch: asyncio.Task[None]) -> None:
         """Hold a whole answer back for as long as its tokens take at the even pace."""
         takes_s = max(c.ttft_s + self._interval_s * max(len(choice.token_ids) for choice in c.choices) for c in done)
         rest = started + takes_s - time.perf_counter()

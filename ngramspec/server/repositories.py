@@ -118,19 +118,19 @@ class Repositories:
             try:
                 packages = _find_installed(each.path, self._cache, fingerprint)
             except DatastoreError as error:
-                logs.event("repository", f"{each.name}: {error}")
+                logs.log_event("repository", f"{each.name}: {error}")
                 continue
             if packages is not None:
                 workspace.mark_used(packages)
                 self._start_store(engine, each, Path(packages.folder).name, packages, tokenizer)
             else:
                 where = "in it (.venv, venv), with packages; one that is linked or named elsewhere is not read"
-                logs.event("repository", f"{each.name}: {each.path} has no virtual environment {where}")
+                logs.log_event("repository", f"{each.name}: {each.path} has no virtual environment {where}")
 
     def _delete_unused(self) -> None:
         """Delete the stores of trees that are long gone."""
         for text in workspace.delete_unused_stores(self._cache):
-            logs.event("repository", text)
+            logs.log_event("repository", text)
 
     def close(self) -> None:
         """End the indexers."""
@@ -293,4 +293,4 @@ class _IndexerThread(threading.Thread):
             self._log(f"drafts come from {self._kept.folder}")
 
     def _log(self, text: str) -> None:
-        logs.event("repository", f"{self._store}: {text}", store=self._store, path=self._kept.paths[0], state=self.progress.state)
+        logs.log_event("repository", f"{self._store}: {text}", store=self._store, path=self._kept.paths[0], state=self.progress.state)

@@ -178,7 +178,7 @@ class GenerationFields(StrictModel):
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core)
         if cls.route:
-            field_support.described(cls.route, handler.resolve_ref_schema(schema))
+            field_support.add_fields_to_schema(cls.route, handler.resolve_ref_schema(schema))
         return schema
 
 

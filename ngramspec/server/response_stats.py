@@ -14,7 +14,7 @@ from ngramspec.outputs import Completion, Stats
 PREDICTION = "prediction"
 
 
-def total(completions: Completion | Sequence[Completion]) -> Stats:
+def sum_stats(completions: Completion | Sequence[Completion]) -> Stats:
     """Return the statistics of all their choices together."""
     stats = Stats()
     for completion in [completions] if isinstance(completions, Completion) else completions:
@@ -22,13 +22,13 @@ def total(completions: Completion | Sequence[Completion]) -> Stats:
     return stats
 
 
-def speculative(completions: Completion | Sequence[Completion], level: Literal["summary", "detailed"]) -> dict[str, Any]:
+def describe_speculation(completions: Completion | Sequence[Completion], level: Literal["summary", "detailed"]) -> dict[str, Any]:
     """Return `metrics.speculative_decoding` as vLLM has it, over all choices.
 
     `acceptance_histogram[k]`: passes with a draft that accepted k tokens of it, up to `num_spec_tokens`, the deepest draft. Drafts are
     trees, so a pass may verify more tokens than it can accept. `detailed` adds counts by source and by position in the draft.
     """
-    stats = total(completions)
+    stats = sum_stats(completions)
     deepest = max(len(stats.drafted_by_depth), len(stats.accepted_lengths) - 1, 0)
     metrics: dict[str, Any] = {
         "mean_acceptance_length": 1.0 + stats.accepted / stats.drafts if stats.drafts else 1.0,
@@ -41,31 +41,31 @@ def speculative(completions: Completion | Sequence[Completion], level: Literal["
     }
     if level == "detailed":
         metrics["by_source"] = {
-            source: _counts(n, stats.accepted_by_source.get(source, 0))
+            source: _describe_counts(n, stats.accepted_by_source.get(source, 0))
             | {"num_expected_draft_tokens": round(stats.expected_by_source.get(source, 0.0), 3)}
             for source, n in sorted(stats.drafted_by_source.items())
         }
         accepted = stats.accepted_by_depth + [0] * (deepest - len(stats.accepted_by_depth))
-        metrics["by_position"] = [_counts(n, accepted[depth]) for depth, n in enumerate(stats.drafted_by_depth)]
+        metrics["by_position"] = [_describe_counts(n, accepted[depth]) for depth, n in enumerate(stats.drafted_by_depth)]
     return metrics
 
 
-def _counts(drafted: int, accepted: int) -> dict[str, int]:
+def _describe_counts(drafted: int, accepted: int) -> dict[str, int]:
     return {"num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted}
 
 
-def predicted(completions: Sequence[Completion]) -> tuple[int, int]:
-    """Draft tokens that came from the request's prediction: (those that the text took, those that it did not)."""
+def count_predicted(completions: Sequence[Completion]) -> tuple[int, int]:
+    """Return how many draft tokens of the request's prediction the text took, and how many it did not."""
     accepted = sum(choice.draft_sources.count(PREDICTION) for completion in completions for choice in completion.choices)
-    return accepted, max(total(completions).drafted_by_source.get(PREDICTION, 0) - accepted, 0)
+    return accepted, max(sum_stats(completions).drafted_by_source.get(PREDICTION, 0) - accepted, 0)
 
 
-def sourced(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[str, str | None]]:
+def list_token_sources(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[str, str | None]]:
     """Return each token's text, and who drafted it; None: the model wrote it unaided."""
     return [{"text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
 
 
-def timings(completion: Completion, elapsed_s: float | None = None) -> dict[str, float]:
+def describe_timings(completion: Completion, elapsed_s: float | None = None) -> dict[str, float]:
     """Return llama.cpp's `timings`: the prompt until the first token, the text after it, drafts where there were any.
 
     The pace of the text is that of the tokens after the first one, which the prompt's last pass wrote.
@@ -77,14 +77,14 @@ def timings(completion: Completion, elapsed_s: float | None = None) -> dict[str,
     whole_s = completion.duration_s or elapsed_s or 0.0
     first_s = completion.ttft_s or whole_s
     found: dict[str, float] = {"cache_n": completion.cached_tokens}
-    found |= _pace("prompt", prompt_n, max(first_s - completion.queued_s, 0.0))
-    found |= _pace("predicted", max(stats.tokens - 1, 0), max(whole_s - first_s, 0.0)) | {"predicted_n": stats.tokens}
+    found |= _describe_pace("prompt", prompt_n, max(first_s - completion.queued_s, 0.0))
+    found |= _describe_pace("predicted", max(stats.tokens - 1, 0), max(whole_s - first_s, 0.0)) | {"predicted_n": stats.tokens}
     if stats.drafts:
         found |= {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted}
     return found
 
 
-def request_times(completion: Completion) -> dict[str, float]:
+def describe_request_times(completion: Completion) -> dict[str, float]:
     """Return vLLM's times of a request with one choice, in milliseconds, and its tokens per second."""
     n_tokens, whole_s = completion.stats.tokens, max(completion.duration_s - completion.queued_s, 0.0)
     writing_s = max(completion.duration_s - completion.ttft_s, 0.0)
@@ -97,14 +97,14 @@ def request_times(completion: Completion) -> dict[str, float]:
     return found | ({"mean_itl_ms": writing_s * 1e3 / (n_tokens - 1)} if n_tokens > 1 else {})
 
 
-def prompt_timings(cached: int, processed: int, seconds: float) -> dict[str, float]:
-    """llama.cpp's `timings` while `processed` tokens of a prompt are computed, `cached` of which the prefix cache had."""
+def describe_prompt_timings(cached: int, processed: int, seconds: float) -> dict[str, float]:
+    """Return llama.cpp's `timings` while `processed` tokens of a prompt are computed, `cached` of which the prefix cache had."""
     n = processed - cached
-    return {"cache_n": cached} | _pace("prompt", n, seconds if n else 0.0) | _pace("predicted", 0, 0.0)
+    return {"cache_n": cached} | _describe_pace("prompt", n, seconds if n else 0.0) | _describe_pace("predicted", 0, 0.0)
 
 
-def _pace(name: str, n: int, seconds: float) -> dict[str, float]:
-    """0 stands for what cannot be said of no tokens or no time."""
+def _describe_pace(name: str, n: int, seconds: float) -> dict[str, float]:
+    """Return llama.cpp's figures of n tokens in these seconds; 0 stands for what cannot be said of no tokens or no time."""
     return {
         f"{name}_n": n,
         f"{name}_ms": seconds * 1e3,

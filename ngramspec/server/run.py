@@ -90,7 +90,7 @@ class Protocol(H11Protocol):
     """The server's connections without a whole request that is being answered, by how long they have been so."""
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> type[Protocol]:
+    def make_subclass(cls, settings: ServerSettings) -> type[Protocol]:
         return type("Protocol", (cls,), {"settings": settings, "most_descriptors": find_first_forbidden_descriptor(), "idle": {}})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -174,7 +174,7 @@ class Protocol(H11Protocol):
         return True
 
     def _ask_whether_it_listens(self, first: bool) -> None:
-        """Whoever is gone refuses what is sent, and only then: an interim response, or a comment in a stream of events."""
+        """Abort if the client is gone. Else send what only one that is gone refuses: an interim response, or a comment in a stream."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -233,7 +233,7 @@ class LoadingApp:
         else:
             error = ApiError(503, "the model is being loaded", code="loading", headers=retry_after(2))
             page = HTMLResponse(LOADING, 503, {**error.headers, "Cache-Control": "no-store"})
-            await (page if scope["path"] == "/" else error.response(scope))(scope, receive, send)
+            await (page if scope["path"] == "/" else error.make_response(scope))(scope, receive, send)
 
 
 def accept_absolute_targets(app: ASGIApp) -> ASGIApp:
@@ -319,7 +319,7 @@ def run(
     raise_descriptor_limit()
     listeners = listen_at_all(settings.hosts, settings.port)
     front = LoadingApp()
-    server = Server(configuration(front, settings), front, settings)
+    server = Server(make_uvicorn_config(front, settings), front, settings)
     host = f"[{settings.hosts[0]}]" if ":" in settings.hosts[0] else settings.hosts[0]
     url = f"unix:{host}" if is_unix_socket(host) else f"http://{host}:{listeners[0].getsockname()[1]}{settings.api_prefix}"
     if not all(map(is_loopback, settings.hosts)) and not settings.api_keys:
@@ -337,14 +337,14 @@ def run(
             gc.collect()
             gc.freeze()  # half a million objects stay: everything waits while the collector looks at them again
             front.app = app
-            logs.event("ready", f"{engine.name} is served at {url}", url=url, model=engine.name, exactness=engine.promise)
+            logs.log_event("ready", f"{engine.name} is served at {url}", url=url, model=engine.name, exactness=engine.promise)
             repositories.start(engine)
             ready(url, engine)
         except BaseException as error:
             loaded.append(error)
             server.should_exit = True
 
-    logs.event("loading", f"listening at {url} while the model is loaded", url=url)
+    logs.log_event("loading", f"listening at {url} while the model is loaded", url=url)
     # A daemon: a signal while it loads does not wait for it.
     threading.Thread(target=load, name="ngramspec-load", daemon=True).start()
     server.run(sockets=listeners)
@@ -358,11 +358,11 @@ def run(
     return not loaded
 
 
-def configuration(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+def make_uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     """Return how uvicorn runs an application."""
     return uvicorn.Config(
         accept_absolute_targets(app),
-        http=Protocol.of(settings),
+        http=Protocol.make_subclass(settings),
         loop="asyncio",
         backlog=ACCEPTED_AT_ONCE,
         ws="none",

@@ -43,7 +43,7 @@ class Key(BaseModel):
 
     @field_validator("key")
     @classmethod
-    def _sendable(cls, key: SecretStr) -> SecretStr:
+    def _check_sendable(cls, key: SecretStr) -> SecretStr:
         text = key.get_secret_value()
         if len(text) < MIN_KEY or not text.isascii() or not text.isprintable() or " " in text:
             raise ValueError(f"a key must be {MIN_KEY} or more visible ASCII characters")
@@ -84,24 +84,24 @@ class Limits(BaseModel):
         return 32 * self.body_bytes if self.incoming_bytes is None else max(self.incoming_bytes, 3 * self.body_bytes)
 
 
-def _several(value: Any) -> Any:
+def _split_list(value: Any) -> Any:
     """Return `a,b` from the environment as a list."""
     return [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
 
 
-def _keys(value: Any) -> Any:
+def _parse_keys(value: Any) -> Any:
     """Return keys from the environment: JSON, or `key`s and `name:key`s with blanks, commas or line ends between them."""
     if not isinstance(value, str):
-        return [_key(each) if isinstance(each, str) else each for each in value] if isinstance(value, (list, tuple)) else value
+        return [_parse_key(each) if isinstance(each, str) else each for each in value] if isinstance(value, (list, tuple)) else value
     if value.lstrip().startswith("["):
         try:
             return json.loads(value)
         except ValueError as error:
             raise ValueError(f"the keys are not JSON: {error}") from None
-    return [_key(part) for part in value.replace(",", " ").split()]
+    return [_parse_key(part) for part in value.replace(",", " ").split()]
 
 
-def _key(text: str) -> dict[str, str]:
+def _parse_key(text: str) -> dict[str, str]:
     name, colon, key = text.partition(":")
     if colon and not name:
         raise ValueError("a key has an empty name before its colon: give NAME:KEY, or KEY alone")
@@ -113,7 +113,7 @@ def read_keys(path: Path) -> list[Key]:
     text = path.read_text("utf-8-sig")  # without the mark of bytes' order that editors of Windows write
     if not text.lstrip().startswith("["):
         text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    keys = [Key.model_validate(each) for each in _keys(text)]
+    keys = [Key.model_validate(each) for each in _parse_keys(text)]
     if not keys:
         raise ValueError(f"{path} holds no key")
     return keys
@@ -158,7 +158,7 @@ def _read_window(value: Any) -> Any:
     return value if value == "any" else int(value)
 
 
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_several)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 
 
 class ServerSettings(BaseSettings):
@@ -169,8 +169,8 @@ class ServerSettings(BaseSettings):
     host: str = "127.0.0.1"
     """A name or address, or several with commas between them; or the path of a Unix socket, which ends in .sock."""
     port: int = Field(default=8000, ge=0, le=65535)
-    api_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
-    admin_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_keys)] = ()
+    api_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_parse_keys)] = ()
+    admin_keys: Annotated[tuple[Key, ...], NoDecode, BeforeValidator(_parse_keys)] = ()
     """Keys of administrators; with them, `api_keys` holds all."""
     api_key_file: Path | None = None
     """Its keys are added. It is read again when it changes, so that keys can be exchanged while the server runs."""

@@ -36,7 +36,7 @@ _LINE_ENDS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"}
 Event = dict[str, Any] | str
 
 
-def generates(route: BaseRoute) -> bool:
+def is_generating(route: BaseRoute) -> bool:
     """Return whether a route was declared with `GENERATES`."""
     return isinstance(route, APIRoute) and any(route.responses.get(200) is each for each in (_MAY_STREAM, _MAY_STREAM_LINES))
 

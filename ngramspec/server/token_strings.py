@@ -26,17 +26,17 @@ class TokenTexts:
         if tokenizer is not None:
             self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])  # a word's blank shows only behind another
             self._before = self._decode([])
-        self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
+        self.get_bytes = lru_cache(maxsize=1 << 16)(self._find_bytes)
 
-    def text(self, token: int) -> str:
+    def get_text(self, token: int) -> str:
         r"""Return the token's text, control tokens' too; `bytes:\xe6` where it is not whole characters."""
-        raw = self.bytes(token)
+        raw = self.get_bytes(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def running(self, tokens: Sequence[int], special: SpecialTokens = SpecialTokens.SKIPPED) -> list[str]:
+    def decode_each(self, tokens: Sequence[int], special: SpecialTokens = SpecialTokens.SKIPPED) -> list[str]:
         """Return what each of a text's tokens adds to it: whole characters where they are complete."""
         if self._tokenizer is None or not tokens:
             return [""] * len(tokens)
@@ -44,7 +44,7 @@ class TokenTexts:
         added = [stream.push(token) for token in tokens]
         return [*added[:-1], added[-1] + stream.finish()]
 
-    def _bytes(self, token: int) -> bytes:
+    def _find_bytes(self, token: int) -> bytes:
         if self._tokenizer is None:
             return b""
         text = self._decode([token])[len(self._before) :]
@@ -68,7 +68,7 @@ class TokenIdTexts(TokenTexts):
     def __init__(self, texts: TokenTexts) -> None:
         vars(self).update(vars(texts))
 
-    def text(self, token: int) -> str:
+    def get_text(self, token: int) -> str:
         return f"token_id:{token}"
 
 
@@ -84,21 +84,24 @@ def describe_prompt_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob 
 
     def describe(found: TokenLogprob) -> dict[str, Any]:
         ranked = [*((token, value, rank) for rank, (token, value) in enumerate(found.top, 1)), (found.token_id, found.logprob, found.rank)]
-        return {str(token): {"logprob": finite(value), "rank": rank, "decoded_token": texts.text(token)} for token, value, rank in ranked}
+        return {
+            str(token): {"logprob": clip_logprob(value), "rank": rank, "decoded_token": texts.get_text(token)}
+            for token, value, rank in ranked
+        }
 
     return [None if each is None else describe(each) for each in logprobs]
 
 
-def _letters() -> dict[str, int]:
+def _map_letters() -> dict[str, int]:
     """Return GPT-2's printable stand-ins for bytes: one that is no visible Latin-1 character has the next free one from 256."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return {chr(byte if byte in visible else next(spare)): byte for byte in range(256)}
 
 
-_LETTERS = _letters()
+_LETTERS = _map_letters()
 
 
-def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can say."""
+def clip_logprob(logprob: float) -> float:
+    """Return a log-probability that JSON can hold: LEAST in place of -infinity and of what is smaller than LEAST."""
     return max(logprob, LEAST)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from ngramspec import __version__
 from ngramspec.prompts.chat_template import before_text
-from ngramspec.server.auth import Identity, identify, operator
+from ngramspec.server.auth import Identity, identify, require_operator
 from ngramspec.server.error_responses import make_field_error
 from ngramspec.server.llamacpp.schemas import TextOrTokens
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
@@ -126,7 +126,7 @@ def make_router(state: ServerState) -> APIRouter:
         return {"version": __version__}
 
     @routes.get("/load")
-    async def load(identity: Annotated[Identity, Depends(operator)]) -> dict[str, int]:
+    async def load(identity: Annotated[Identity, Depends(require_operator)]) -> dict[str, int]:
         """Return how many sequences run or wait; if there are keys, for administrators."""
         return {"server_load": state.admission.in_flight}
 
@@ -144,4 +144,4 @@ def _describe_pieces(tokens: LlamaTokenizer, ids: list[int]) -> list[dict[str, A
         except UnicodeDecodeError:
             return list(raw)
 
-    return [{"id": token, "piece": describe(tokens.texts.bytes(token))} for token in ids]
+    return [{"id": token, "piece": describe(tokens.texts.get_bytes(token))} for token in ids]

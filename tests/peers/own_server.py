@@ -11,7 +11,7 @@ import uvicorn
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.server.app import create_app
-from ngramspec.server.run import BACKLOG, configuration, listen_at_all
+from ngramspec.server.run import BACKLOG, listen_at_all, make_uvicorn_config
 from ngramspec.server.settings import ServerSettings
 
 engines: list[Engine] = []
@@ -45,7 +45,7 @@ class OwnServer:
         own_template = find_template(self.engine)
         self.engine.tokenizer.chat_template = settings.chat_template or own_template
         listeners = listen_at_all(settings.hosts, settings.port)
-        self.server = uvicorn.Server(configuration(create_app(self.engine, settings), settings))
+        self.server = uvicorn.Server(make_uvicorn_config(create_app(self.engine, settings), settings))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": listeners}, daemon=True)
         self.thread.start()
         while not self.server.started:

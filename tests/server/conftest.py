@@ -16,7 +16,7 @@ from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.server.app import create_app
 from ngramspec.server.repositories import Repositories
-from ngramspec.server.run import BACKLOG, configuration
+from ngramspec.server.run import BACKLOG, make_uvicorn_config
 from ngramspec.server.settings import ServerSettings
 
 
@@ -50,7 +50,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
         settings = settings or ServerSettings(admin_on_loopback=True)
         app = create_app(engine, settings, repositories)
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(configuration(app, settings))
+        server = uvicorn.Server(make_uvicorn_config(app, settings))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         deadline = time.monotonic() + 30

@@ -203,10 +203,10 @@ def test_with_keys_any_host_is_fine(ask: httpx.Client) -> None:
 
 def test_hosts_of_a_server_for_other_machines() -> None:
     hosts = auth.AllowedHosts(ServerSettings(host="0.0.0.0"))
-    assert hosts.allow(b"192.168.1.7:8000")
-    assert not hosts.allow(b"evil.example")
-    assert not hosts.allow(None)
-    assert auth.AllowedHosts(ServerSettings(host="10.0.0.5")).allow(b"10.0.0.5")
+    assert hosts.is_allowed(b"192.168.1.7:8000")
+    assert not hosts.is_allowed(b"evil.example")
+    assert not hosts.is_allowed(None)
+    assert auth.AllowedHosts(ServerSettings(host="10.0.0.5")).is_allowed(b"10.0.0.5")
 
 
 ADMINISTRATORS = [(method, path, body, status) for (method, _), (who, path, body, status) in ROUTES.items() if path.startswith("/admin")]
@@ -267,16 +267,16 @@ def test_keys_are_compared_whole_and_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_datastores_of_an_identity() -> None:
     everything = Identity("", False, "", None, True)
-    assert everything.datastores(None, ["x", "y"]) is None
-    assert everything.datastores("x", ["x", "y"]) == ["x"]
-    assert everything.datastores([], ["x"]) == []
+    assert everything.choose_datastores(None, ["x", "y"]) is None
+    assert everything.choose_datastores("x", ["x", "y"]) == ["x"]
+    assert everything.choose_datastores([], ["x"]) == []
     some = Identity("b", False, "b", frozenset({"y", "gone"}), False)
-    assert some.datastores(None, ["x", "y"]) == ["y"]
-    assert some.datastores(["y", "y"], ["x", "y"]) == ["y"]
+    assert some.choose_datastores(None, ["x", "y"]) == ["y"]
+    assert some.choose_datastores(["y", "y"], ["x", "y"]) == ["y"]
     messages = []
     for name in ("x", "gone", "none"):
         with pytest.raises(ApiError) as error:
-            some.datastores([name], ["x", "y"])
+            some.choose_datastores([name], ["x", "y"])
         assert (error.value.status, error.value.param) == (400, "datastore")
         messages.append(error.value.message.replace(name, "?"))
     assert len(set(messages)) == 1, "what may not be used looks like what is not there"

@@ -31,7 +31,7 @@ def test_a_bucket_of_a_minute() -> None:
     limits, key = KeyLimits(lambda: now), make_key(requests_per_minute=3)
     for _ in range(3):
         limits.enter(key)
-        limits.leave(key)
+        limits.release(key)
     with pytest.raises(ApiError) as caught:
         limits.enter(key)
     assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
@@ -55,7 +55,7 @@ def test_requests_at_a_time() -> None:
     limits.enter(key)
     with pytest.raises(ApiError, match="2 requests at a time"):
         limits.enter(key)
-    limits.leave(key)
+    limits.release(key)
     limits.enter(key)
 
 

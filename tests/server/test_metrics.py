@@ -60,7 +60,7 @@ def metrics(engine: Engine) -> Metrics:
 
 
 def test_the_names_are_vllms_after_our_prefix(metrics: Metrics) -> None:
-    metrics.finished(completion(Stats(drafts=1, drafted=1, accepted=1, accepted_by_depth=[1], tokens=5), "stop"), "done")
+    metrics.count_finished(completion(Stats(drafts=1, drafted=1, accepted=1, accepted_by_depth=[1], tokens=5), "stop"), "done")
     kinds = {family.name: family.type for family in text_string_to_metric_families(metrics.expose()[0].decode())}
     for names, kind in ((VLLM_COUNTERS, "counter"), (VLLM_GAUGES, "gauge"), (VLLM_HISTOGRAMS, "histogram")):
         assert {name: kinds.get(PREFIX + name) for name in names} == dict.fromkeys(names, kind)
@@ -80,7 +80,7 @@ def test_a_finished_request_is_counted_once(metrics: Metrics) -> None:
         expected_by_source={"ngram": 1.5, "datastore": 0.25},
         accepted_by_depth=[2, 1],
     )
-    metrics.finished(completion(stats, "stop", "length"), "done")
+    metrics.count_finished(completion(stats, "stop", "length"), "done")
     series = read(metrics)
     for name, expected in (
         ("spec_decode_num_drafts_total", 2),
@@ -105,7 +105,7 @@ def test_a_finished_request_is_counted_once(metrics: Metrics) -> None:
 
 @pytest.mark.parametrize(("outcome", "counter"), [("cancelled", "request_cancelled_total"), ("error", "request_failed_total")])
 def test_a_request_that_was_cut_short_has_tokens_and_no_times(metrics: Metrics, outcome: str, counter: str) -> None:
-    metrics.finished(completion(Stats(tokens=5), "cancelled"), outcome)
+    metrics.count_finished(completion(Stats(tokens=5), "cancelled"), outcome)
     series = read(metrics)
     assert value(series, counter) == 1
     assert value(series, "generation_tokens_total") == 5
@@ -115,8 +115,8 @@ def test_a_request_that_was_cut_short_has_tokens_and_no_times(metrics: Metrics, 
 def test_no_label_takes_a_value_from_outside(metrics: Metrics) -> None:
     sources = {f"datastore:secret/file{i}.py:12": 1 for i in range(20)} | {f"own{i}": 1 for i in range(20)}
     for i in range(20):
-        metrics.refused(f"reason {i}")
-        metrics.finished(completion(Stats(drafted=40, drafted_by_source=sources), f"reason {i}"), "done")
+        metrics.count_refused(f"reason {i}")
+        metrics.count_finished(completion(Stats(drafted=40, drafted_by_source=sources), f"reason {i}"), "done")
     series = read(metrics)
     seen: dict[str, set[str]] = {}
     for _, labels in series:
@@ -133,7 +133,7 @@ def test_every_source_that_the_engine_names_has_a_label(engine: Engine, monkeypa
     monkeypatch.setattr(Engine, "source_names", property(lambda _: ["ngram", "datastore", "lookahead"]))
     metrics = Metrics(engine)
     drafted = {"lookahead": 2, "datastore:a.py:1": 3, "unheard-of": 4}
-    metrics.finished(completion(Stats(drafted=9, drafted_by_source=drafted), "stop"), "done")
+    metrics.count_finished(completion(Stats(drafted=9, drafted_by_source=drafted), "stop"), "done")
     name, series = "spec_decode_num_draft_tokens_by_source_total", read(metrics)
     found = {source: value(series, name, source=source) for source in ("ngram", "datastore", "lookahead", "other")}
     assert found == {"ngram": 0, "datastore": 3, "lookahead": 2, "other": 4}
@@ -141,7 +141,7 @@ def test_every_source_that_the_engine_names_has_a_label(engine: Engine, monkeypa
 
 def test_each_application_counts_for_itself(engine: Engine) -> None:
     one, other = Metrics(engine), Metrics(engine)
-    one.refused("queue_full")
+    one.count_refused("queue_full")
     assert value(read(one), "request_refused_total", reason="queue_full") == 1
     assert value(read(other), "request_refused_total", reason="queue_full") == 0
 
@@ -207,7 +207,7 @@ def test_with_keys_the_figures_need_an_administrators(make_server: Callable[...,
 
 
 def test_the_dashboard_asks_for_nothing_that_is_not_there(metrics: Metrics) -> None:
-    metrics.finished(completion(Stats(accepted_by_depth=[1]), "stop"), "done")
+    metrics.count_finished(completion(Stats(accepted_by_depth=[1]), "stop"), "done")
     there = {name for name, _ in read(metrics) if not name.startswith("llamacpp:")}
     dashboard: dict[str, Any] = json.loads((resources.files("ngramspec.server") / "deploy" / "grafana.json").read_text("utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -78,9 +78,9 @@ def test_log_probabilities_are_those_of_openai(client: httpx.Client, route: str,
 
 def test_clients_can_divide_by_the_time_of_one_pass(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"model": "any", "prompt": "def add(", "options": GREEDY | {"num_predict": 1}, "raw": True, "stream": False}
-    real = response_stats.timings
+    real = response_stats.describe_timings
     for times, expected in (({"predicted_ms": 0.0, "prompt_ms": 2.5}, 2_500_000), ({"predicted_ms": 0.0, "prompt_ms": 0.0}, 1)):
-        monkeypatch.setattr(response_stats, "timings", lambda completion, times=times: real(completion) | times)
+        monkeypatch.setattr(response_stats, "describe_timings", lambda completion, times=times: real(completion) | times)
         made = client.post("/api/generate", json=given).json()
         assert (made["eval_count"], made["eval_duration"]) == (1, expected)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ngramspec.outputs import Choice, Completion, Stats
-from ngramspec.server.response_stats import predicted, speculative, timings, total
+from ngramspec.server.response_stats import count_predicted, describe_speculation, describe_timings, sum_stats
 
 
 def completion(*choices: Stats, sources: list[str | None] | None = None, **facts: Any) -> Completion:
@@ -38,7 +38,7 @@ def measured(draw: st.DrawFn) -> Stats:
 
 @given(each=st.lists(measured(), min_size=1, max_size=4))
 def test_the_histogram_agrees_with_the_sums(each: list[Stats]) -> None:
-    found = speculative(completion(*each), "detailed")
+    found = describe_speculation(completion(*each), "detailed")
     histogram = found["acceptance_histogram"]
     assert sum(histogram) == found["num_spec_steps"]
     assert sum(k * n for k, n in enumerate(histogram)) == found["num_accepted_draft_tokens"]
@@ -50,14 +50,14 @@ def test_the_histogram_agrees_with_the_sums(each: list[Stats]) -> None:
         assert sum(each["num_draft_tokens"] for each in counts) == drafted
         assert sum(each["num_accepted_draft_tokens"] for each in counts) == found["num_accepted_draft_tokens"]
     assert all(row["num_expected_draft_tokens"] == row["num_draft_tokens"] / 4 for row in found["by_source"].values())
-    assert speculative([completion(stats) for stats in each], "detailed") == found
-    summary = speculative(completion(*each), "summary")
+    assert describe_speculation([completion(stats) for stats in each], "detailed") == found
+    summary = describe_speculation(completion(*each), "summary")
     assert summary == {name: value for name, value in found.items() if not name.startswith("by_")}
 
 
 def test_adding_up_changes_nothing_of_what_is_added() -> None:
     one = Stats(drafts=1, accepted_lengths=[0, 1], accepted=1, drafted=2)
-    both = total([completion(one), completion(one)])
+    both = sum_stats([completion(one), completion(one)])
     assert (both.drafts, both.accepted_lengths) == (2, [0, 2])
     assert (one.drafts, one.accepted_lengths) == (1, [0, 1])
 
@@ -65,13 +65,13 @@ def test_adding_up_changes_nothing_of_what_is_added() -> None:
 def test_predicted_tokens() -> None:
     stats = Stats(drafted=9, accepted=4, drafted_by_source={"prediction": 7, "ngram": 2}, accepted_by_source={"prediction": 3, "ngram": 1})
     sources = ["prediction", None, "prediction", "ngram", "prediction", "datastore:a.py:3"]
-    assert predicted([completion(stats, sources=sources)]) == (3, 4)
-    assert predicted([completion(Stats())]) == (0, 0)
+    assert count_predicted([completion(stats, sources=sources)]) == (3, 4)
+    assert count_predicted([completion(Stats())]) == (0, 0)
 
 
 def test_timings() -> None:
     stats = Stats(tokens=21, drafts=3, drafted=12, accepted=6)
-    found = timings(completion(stats, queued_s=0.5, ttft_s=1.5, duration_s=3.5, cached_tokens=6))
+    found = describe_timings(completion(stats, queued_s=0.5, ttft_s=1.5, duration_s=3.5, cached_tokens=6))
     assert found == {
         "cache_n": 6,
         "prompt_n": 4,
@@ -89,6 +89,6 @@ def test_timings() -> None:
 
 @pytest.mark.parametrize("facts", [{}, {"duration_s": 1.0, "queued_s": 1.0}, {"cached_tokens": 10, "ttft_s": 0.1, "duration_s": 0.1}])
 def test_timings_of_next_to_nothing_are_finite(facts: dict[str, float]) -> None:
-    found = timings(completion(Stats(), **facts))
+    found = describe_timings(completion(Stats(), **facts))
     assert all(value >= 0 for value in found.values())
     assert "draft_n" not in found

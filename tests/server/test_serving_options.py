@@ -17,7 +17,7 @@ from ngramspec.cli.serve_options import parse_object, parse_sampling
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError
 from ngramspec.server.app import create_app
-from ngramspec.server.run import configuration, listen
+from ngramspec.server.run import listen, make_uvicorn_config
 from ngramspec.server.settings import ServerSettings
 
 ROUTES = [("/v1/completions", {"prompt": "a"}), ("/completion", {"prompt": "a"})]
@@ -164,7 +164,7 @@ def test_a_unix_socket(engine: Engine, tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(OSError, match="cannot listen"):
         listen(settings.host, 0)
-    server = uvicorn.Server(configuration(create_app(engine, settings), settings))
+    server = uvicorn.Server(make_uvicorn_config(create_app(engine, settings), settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

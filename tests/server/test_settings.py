@@ -220,7 +220,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
 def test_lines_of_the_log(log_format: str) -> None:
     stream = io.StringIO()
     log = logs.configure(log_format, stream=stream)
-    logs.event("ready", "it is served", url="http://x")
+    logs.log_event("ready", "it is served", url="http://x")
     try:
         raise RuntimeError("two\nlines")
     except RuntimeError:

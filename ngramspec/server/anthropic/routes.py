@@ -42,11 +42,11 @@ def make_router(state: ServerState) -> APIRouter:
                 ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
                 inputs = [await asyncio.to_thread(handler.make_input, ids)]
                 if handler.streams:
-                    events = handler.events(state.admission.stream(reservation, http, inputs), len(ids))
+                    events = handler.stream_events(state.admission.stream(reservation, http, inputs), len(ids))
                     return EventStream(
                         reservation, events, done=False, named=True, ping={"type": "ping"}, format_error=format_anthropic_error
                     )
-                (completion,) = await state.admission.results(reservation, http, inputs)
+                (completion,) = await state.admission.complete(reservation, http, inputs)
                 return handler.answer(completion)
 
     @routes.post("/v1/messages/count_tokens")
@@ -95,9 +95,9 @@ class _MessageHandler(CompletionHandler):
         for _ in blocks.take(completion.choices[0]):
             pass
         head = self._begin(blocks.content) | blocks.describe_stop()
-        return head | {"usage": self._describe_usage(completion)} | self.extras([completion])
+        return head | {"usage": self._describe_usage(completion)} | self.describe_extras([completion])
 
-    async def events(self, pieces: AsyncIterator[Piece], n_prompt: int) -> AsyncIterator[Event]:
+    async def stream_events(self, pieces: AsyncIterator[Piece], n_prompt: int) -> AsyncIterator[Event]:
         """Yield what is added to which block, between the message's beginning and its end."""
         blocks = _Blocks(self._conversation)
         usage = {"input_tokens": n_prompt, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
@@ -107,7 +107,7 @@ class _MessageHandler(CompletionHandler):
                 yield event
             if delta.completion is not None:
                 last = {"type": "message_delta", "delta": blocks.describe_stop(), "usage": self._describe_usage(delta.completion)}
-                yield last | self.extras([delta.completion])
+                yield last | self.describe_extras([delta.completion])
                 yield {"type": "message_stop"}
 
     def _begin(self, content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ngramspec.server.llamacpp.tokenize import LlamaTokenizer
 from ngramspec.server.prompt_progress import PromptProgress, report_progress
 from ngramspec.server.queue import Piece, Reservation, until_gone
 from ngramspec.server.request_fields import OTHER_NAMES, SHARED
-from ngramspec.server.token_strings import finite
+from ngramspec.server.token_strings import clip_logprob
 
 _INDENTATION = re.compile(r"\n([ \t]*)(?=[^ \t])")  # a line's, once its first other character is known
 
@@ -141,7 +141,7 @@ class AnswerFormat:
     def __init__(self, engine: Engine, tokens: LlamaTokenizer, model: str) -> None:
         self.engine, self.tokens, self.model = engine, tokens, model
 
-    async def events(
+    async def stream_events(
         self, reservation: Reservation, pieces: AsyncIterator[Piece], answers: list[LlamaAnswer]
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream: what is new of each text, and at its end the rest of what `describe` says."""
@@ -151,7 +151,7 @@ class AnswerFormat:
             if isinstance(piece, PromptProgress):
                 event: dict[str, Any] = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": 0}
                 event |= {"tokens_predicted": 0, "tokens_evaluated": piece.total, "prompt_progress": piece.describe()}
-                event["timings"] = response_stats.prompt_timings(piece.cache, piece.processed, piece.time_ms / 1e3)
+                event["timings"] = response_stats.describe_prompt_timings(piece.cache, piece.processed, piece.time_ms / 1e3)
                 yield event
                 continue
             i, written = piece
@@ -164,7 +164,7 @@ class AnswerFormat:
                 if logprobs:
                     event["completion_probabilities"] = self._describe_probabilities(logprobs, answer.given.params)
                 if body.timings_per_token:
-                    event["timings"] = response_stats.timings(reservation.requests[i].completion, time.perf_counter() - started)
+                    event["timings"] = response_stats.describe_timings(reservation.requests[i].completion, time.perf_counter() - started)
                 yield event
             if answer.completion is not None:
                 yield self.describe(i, answer)
@@ -191,17 +191,17 @@ class AnswerFormat:
             "stop_type": stop_type,
             "stopping_word": stopping_word,
             "tokens_cached": completion.cached_tokens,
-            "timings": response_stats.timings(completion),
+            "timings": response_stats.describe_timings(completion),
         }
         if completion.choices[0].logprobs and not body.stream:
             logprobs = completion.choices[0].logprobs[: len(answer.tokens)]
             found["completion_probabilities"] = self._describe_probabilities(logprobs, given.params)
         if body.speculative_metrics in ("summary", "detailed"):
-            found["metrics"] = {"speculative_decoding": response_stats.speculative(completion, body.speculative_metrics)}
+            found["metrics"] = {"speculative_decoding": response_stats.describe_speculation(completion, body.speculative_metrics)}
         if body.return_sources:
             choice = completion.choices[0]
             n = len(answer.tokens)
-            found["ngramspec"] = {"tokens": response_stats.sourced(choice.texts[:n], choice.draft_sources[:n])}
+            found["ngramspec"] = {"tokens": response_stats.list_token_sources(choice.texts[:n], choice.draft_sources[:n])}
         return _pick_fields(found, fields) if fields else found
 
     def describe_settings(self, body: LlamaRequest, params: SamplingParams) -> dict[str, Any]:
@@ -221,14 +221,14 @@ class AnswerFormat:
     def _describe_probabilities(self, logprobs: Sequence[TokenLogprob], params: SamplingParams) -> list[dict[str, Any]]:
         drawn = params.post_sampling_probs
 
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            raw = self.tokens.texts.bytes(token)
-            value = {"prob": math.exp(logprob)} if drawn else {"logprob": finite(logprob)}
+        def describe_token(token: int, logprob: float) -> dict[str, Any]:
+            raw = self.tokens.texts.get_bytes(token)
+            value = {"prob": math.exp(logprob)} if drawn else {"logprob": clip_logprob(logprob)}
             return {"id": token, "token": raw.decode(errors="ignore"), "bytes": list(raw)} | value
 
         return [
-            entry(each.token_id, each.logprob)
-            | {"top_probs" if drawn else "top_logprobs": [entry(token, logprob) for token, logprob in each.top]}
+            describe_token(each.token_id, each.logprob)
+            | {"top_probs" if drawn else "top_logprobs": [describe_token(token, logprob) for token, logprob in each.top]}
             for each in logprobs
         ]
 

@@ -18,7 +18,7 @@ from ngramspec import __version__
 from ngramspec.engine.llm_engine import Hints
 from ngramspec.grammar.base import Grammar
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
-from ngramspec.server.auth import Identity, check_site, identify, operator
+from ngramspec.server.auth import Identity, check_site, identify, require_operator
 from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias
 from ngramspec.server.error_responses import ApiError, make_bad_request, make_field_error, retry_after
 from ngramspec.server.llamacpp.answers import AnswerFormat, LlamaAnswer, run_to_end, run_unless_gone
@@ -43,7 +43,7 @@ def make_router(state: ServerState) -> APIRouter:
 
     @routes.post("/infill", responses=GENERATES)
     async def infill(body: InfillBody, http: Request, identity: Who) -> Any:
-        """The text between `input_prefix` + `prompt` and `input_suffix`, with `input_extra` (parts of other files, the best last) in view.
+        """Write the text between `input_prefix` + `prompt` and `input_suffix`; `input_extra`: parts of other files, the best last.
 
         Greedy unless a temperature is given. `n_predict` 0 computes the prompt into the prefix cache and writes nothing.
         """
@@ -70,7 +70,7 @@ def make_router(state: ServerState) -> APIRouter:
         Control tokens are parsed in text unless `parse_special` is false, here or in the server's settings.
         """
         handler.set_defaults(body)
-        given = list(body.prompts())
+        given = list(body.list_prompts())
         parse = state.settings.parse_special if body.parse_special is None else body.parse_special
         with state.admission.reserve(len(given) * body.n_cmpl) as reservation:
             for each in given:
@@ -84,19 +84,19 @@ def make_router(state: ServerState) -> APIRouter:
 
     @routes.get("/props")
     async def props(identity: Who) -> dict[str, Any]:
-        """What this server is."""
-        return handler.props()
+        """Describe the server and its model."""
+        return handler.describe_server()
 
     @routes.get("/slots")
-    async def slots(identity: Annotated[Identity, Depends(operator)], fail_on_no_slot: str = "") -> list[dict[str, Any]]:
-        """How busy it is; where there are keys, for administrators.
+    async def slots(identity: Annotated[Identity, Depends(require_operator)], fail_on_no_slot: str = "") -> list[dict[str, Any]]:
+        """Tell how busy the server is; where there are keys, for administrators.
 
         How far each request is can be seen from this machine and by an administrator: it tells what is drafted. With `fail_on_no_slot=1`
         the answer is 503 if all are busy.
         """
         if not state.settings.slots:
             raise ApiError(501, "the server was started without /slots")
-        shown = handler.slots(detailed=identity.trusted)
+        shown = handler.list_slots(detailed=identity.trusted)
         if fail_on_no_slot and all(slot["is_processing"] for slot in shown):
             raise ApiError(503, "no slot is free", code="no_slot", headers=retry_after(1))
         return shown
@@ -214,7 +214,7 @@ class _LlamaHandler:
                 for request in earlier.requests:
                     request.cancel()  # what it has computed stays in the prefix cache
         if body.stream:
-            return EventStream(reservation, self.format.events(reservation, deltas, answers), done=False)
+            return EventStream(reservation, self.format.stream_events(reservation, deltas, answers), done=False)
         if body.n_predict == 0 and body.id_slot >= 0:
             self._warm_ups[reservation] = place, parts
         try:
@@ -257,11 +257,11 @@ class _LlamaHandler:
         if tokens:
             with self.admission.reserve() as reservation:
                 hints = Hints(tenant=tenant, speculation=False, prefix_cache=True)
-                await self.admission.results(reservation, http, [EngineInput(tokens, SamplingParams(max_tokens=1), hints)])
+                await self.admission.complete(reservation, http, [EngineInput(tokens, SamplingParams(max_tokens=1), hints)])
 
     # ------------------------------------------------------------------ the server
 
-    def props(self) -> dict[str, Any]:
+    def describe_server(self) -> dict[str, Any]:
         body = LlamaCompletionBody(prompt="")
         self.set_defaults(body)
         params = self.make_params(body, 0, room=self.engine.max_model_len, grammar=None, bias={})
@@ -280,8 +280,8 @@ class _LlamaHandler:
             "infill": self.state.fim is not None,
         }
 
-    def slots(self, *, detailed: bool) -> list[dict[str, Any]]:
-        """Return one per sequence that can run. No text of anybody's."""
+    def list_slots(self, *, detailed: bool) -> list[dict[str, Any]]:
+        """Return a description of each slot, in which one sequence can run, without anybody's text."""
         n_slots, status = self.n_slots, self.engine.status()
         slots: list[dict[str, Any]] = [
             {"id": i, "n_ctx": self.engine.max_model_len, "speculative": True, "is_processing": i < status.running} for i in range(n_slots)

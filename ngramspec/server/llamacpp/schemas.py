@@ -79,7 +79,7 @@ class LlamaRequest(GenerationFields):
 
     @field_validator("seed")
     @classmethod
-    def _random(cls, seed: int) -> int:
+    def _read_random_seed(cls, seed: int) -> int:
         return -1 if seed == 2**32 - 1 else seed  # llama.cpp's own word for any seed
 
 
@@ -95,7 +95,7 @@ class LlamaCompletionBody(LlamaRequest):
         """A list that holds no ids is a list of prompts."""
         return isinstance(self.prompt, list) and bool(self.prompt) and not any(isinstance(part, int) for part in self.prompt)
 
-    def prompts(self) -> Iterator[TextOrTokens]:
+    def list_prompts(self) -> Iterator[TextOrTokens]:
         for prompt in self.prompt if self.has_several else [self.prompt]:
             yield prompt.prompt_string if isinstance(prompt, PromptObject) else prompt  # type: ignore[misc]
 

@@ -172,13 +172,13 @@ class _OllamaHandler(CompletionHandler):
         for _ in parser.parse(completion.choices[0]):
             pass
         said = self._write(parser.reply.content, parser.reply.calls, parser.reply.thoughts)
-        return self._head() | said | self._describe_logprobs(completion.choices[0]) | self._finish(completion)
+        return self._make_head() | said | self._describe_logprobs(completion.choices[0]) | self._finish(completion)
 
     def answer_empty(self) -> dict[str, Any]:
         reason = "unload" if self._body.keep_alive in (0, "0") else "load"
-        return self._head() | self._write("", []) | {"done": True, "done_reason": reason}
+        return self._make_head() | self._write("", []) | {"done": True, "done_reason": reason}
 
-    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[dict[str, Any]]:
+    async def stream_events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[dict[str, Any]]:
         """Yield what each delta adds; calls when they are whole."""
         parser, n_told = self._make_parser(), 0
         async for _, delta in pieces:
@@ -186,17 +186,17 @@ class _OllamaHandler(CompletionHandler):
             for text, calls, thoughts in _split_parts(parser, delta, n_told):
                 n_told += len(calls)
                 if text or calls or not self._hides_thoughts:
-                    yield self._head() | self._write(text, calls, thoughts) | logprobs | {"done": False}
+                    yield self._make_head() | self._write(text, calls, thoughts) | logprobs | {"done": False}
                     logprobs = {}
             if logprobs:
-                yield self._head() | self._write("", []) | logprobs | {"done": False}
+                yield self._make_head() | self._write("", []) | logprobs | {"done": False}
             if delta.completion is not None:
-                yield self._head() | self._write("", []) | self._finish(delta.completion)
+                yield self._make_head() | self._write("", []) | self._finish(delta.completion)
 
     def _make_parser(self) -> StreamParser:
         return StreamParser(None, {}) if self._conversation is None else self._conversation.make_stream_parser()
 
-    def _head(self) -> dict[str, Any]:
+    def _make_head(self) -> dict[str, Any]:
         return {"model": self._body.model, "created_at": format_time()}
 
     def _write(self, text: str, calls: list[Call], thoughts: str = "") -> dict[str, Any]:
@@ -217,7 +217,7 @@ class _OllamaHandler(CompletionHandler):
 
     def _finish(self, completion: Completion) -> dict[str, Any]:
         """Return the end of an answer with its statistics."""
-        timings = response_stats.timings(completion)
+        timings = response_stats.describe_timings(completion)
         reason = "length" if completion.finish_reason == "length" else "stop"
         # Clients divide by it. If one pass computed the prompt and wrote the whole text, it is that pass's time.
         eval_ms = timings["predicted_ms"] or timings["prompt_ms"]
@@ -312,8 +312,8 @@ async def _answer(state: ServerState, handler: _OllamaHandler, http: Request, id
         ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
         inputs = [await asyncio.to_thread(handler.make_input, ids)]
         if handler.streams:
-            return JsonLines(reservation, handler.events(state.admission.stream(reservation, http, inputs)))
-        (completion,) = await state.admission.results(reservation, http, inputs)
+            return JsonLines(reservation, handler.stream_events(state.admission.stream(reservation, http, inputs)))
+        (completion,) = await state.admission.complete(reservation, http, inputs)
         return handler.answer(completion)
 
 

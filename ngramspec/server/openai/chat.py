@@ -38,7 +38,7 @@ from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.queue import Piece
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
-from ngramspec.server.token_strings import TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite, split_end_logprob
+from ngramspec.server.token_strings import TokenIdTexts, TokenTexts, clip_logprob, describe_prompt_logprobs, split_end_logprob
 from ngramspec.server.tool_fields import read_calls, read_toolbox
 
 KIND = "chat.completion"
@@ -63,8 +63,8 @@ def make_router(state: ServerState) -> APIRouter:
             inputs = [await asyncio.to_thread(handler.make_input, ids)]
             if handler.streams:
                 pieces = state.admission.stream(reservation, http, inputs)
-                return EventStream(reservation, handler.events(handler.follow(reservation, pieces), reservation.requests))
-            (completion,) = await state.admission.results(reservation, http, inputs)
+                return EventStream(reservation, handler.stream_events(handler.follow(reservation, pieces), reservation.requests))
+            (completion,) = await state.admission.complete(reservation, http, inputs)
             return await handler.respond(lambda: handler.answer(completion))
 
     @routes.post("/chat/completions/input_tokens", include_in_schema=False)
@@ -77,7 +77,7 @@ def make_router(state: ServerState) -> APIRouter:
 
     @routes.post("/apply-template", tags=["llama.cpp"])
     async def apply_template(body: ApplyTemplateRequest, identity: Annotated[Identity, Depends(identify)]) -> ApplyTemplateResponse:
-        """The text that a conversation becomes before the model continues it."""
+        """Return the text that a conversation becomes before the model continues it."""
         conversation = make_conversation(state, prompts, body)
         with state.admission.reserve():
 
@@ -133,13 +133,13 @@ class _ChatHandler(CompletionHandler):
 
     def answer(self, completion: Completion) -> dict[str, Any]:
         choices = [self._make_choice(choice) for choice in completion.choices]
-        answer = self.head(KIND) | {"choices": choices}
+        answer = self.make_head(KIND) | {"choices": choices}
         answer |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))  # null unless asked for, as in vLLM
         if self.token_ids:
             answer["prompt_token_ids"] = completion.prompt_token_ids
         if completion.prompt_logprobs is not None:
             answer["prompt_logprobs"] = describe_prompt_logprobs(self._texts, completion.prompt_logprobs)
-        return answer | {"usage": self.usage([completion], silent=self._silent)} | self.extras([completion])
+        return answer | {"usage": self.describe_usage([completion], silent=self._silent)} | self.describe_extras([completion])
 
     def _make_choice(self, choice: Choice) -> dict[str, Any]:
         if self._silent:
@@ -160,7 +160,7 @@ class _ChatHandler(CompletionHandler):
             {
                 "index": choice.index,
                 "message": message,
-                "logprobs": self._logprobs(choice.logprobs),
+                "logprobs": self._describe_logprobs(choice.logprobs),
                 "finish_reason": finish_reason,
                 "token_ids": None,
             }
@@ -169,7 +169,7 @@ class _ChatHandler(CompletionHandler):
             | self.describe_stop(choice)
         )
 
-    async def events(
+    async def stream_events(
         self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the pieces of a stream: for each choice who speaks, what it says and calls, and why it ends."""
@@ -180,23 +180,25 @@ class _ChatHandler(CompletionHandler):
             if index in parsers:
                 return []
             parsers[index] = self._conversation.make_stream_parser()
-            first = self.chunk(CHUNK, requests) | {"choices": [_make_chunk(index, {"role": "assistant", "content": None, "refusal": None})]}
+            first = self.make_chunk_head(CHUNK, requests) | {
+                "choices": [_make_chunk(index, {"role": "assistant", "content": None, "refusal": None})]
+            }
             first.pop("timings", None)  # it tells of no token; llama.cpp's first piece has none
             first |= {"prompt_token_ids": requests[0].completion.prompt_token_ids} if self.token_ids else {}
-            echo = self.chunk(CHUNK, requests) | {"choices": [_make_chunk(index, {"content": self._echoed})]}
+            echo = self.make_chunk_head(CHUNK, requests) | {"choices": [_make_chunk(index, {"content": self._echoed})]}
             return [first, echo] if self._echoed else [first]
 
         async for piece in pieces:
             if isinstance(piece, PromptProgress):
                 for first in begin(0):
                     yield first
-                yield self.chunk(CHUNK, requests) | {"choices": [_make_chunk(0, {})], "prompt_progress": piece.describe()}
+                yield self.make_chunk_head(CHUNK, requests) | {"choices": [_make_chunk(0, {})], "prompt_progress": piece.describe()}
                 continue
             delta = piece[1]
             for first in begin(delta.index):
                 yield first
             self.count_delta(delta)
-            head = self.chunk(CHUNK, requests)
+            head = self.make_chunk_head(CHUNK, requests)
             if self._silent:
                 if delta.finish_reason is not None:
                     yield head | {"choices": [_make_chunk(delta.index, {}, "length")]}
@@ -206,7 +208,7 @@ class _ChatHandler(CompletionHandler):
             logprobs, of_end = delta.logprobs, list[TokenLogprob]()
             if len(logprobs or ()) > 1 and not self.continuous_usage:  # the token that ended the text is told behind it, as in vLLM
                 logprobs, of_end = split_end_logprob(delta)
-            extras = {"logprobs": self._logprobs(logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
+            extras = {"logprobs": self._describe_logprobs(logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
             told = not (delta.token_ids and (self._logprobs_asked or self.sources or self.token_ids))
             chunks: list[dict[str, Any]] = []
             for event in parser.parse(delta):
@@ -221,7 +223,7 @@ class _ChatHandler(CompletionHandler):
                 if chunks and self.continuous_usage:  # where each piece is to tell of more tokens than the one before
                     chunks[-1] |= last
                 else:
-                    last |= {"logprobs": self._logprobs(of_end)} if of_end else {}
+                    last |= {"logprobs": self._describe_logprobs(of_end)} if of_end else {}
                     chunks.append(_make_chunk(delta.index, {}) | last)
             for chunk in chunks:
                 yield head | {"choices": [chunk]}
@@ -229,21 +231,21 @@ class _ChatHandler(CompletionHandler):
                 self.n_thought_tokens += parser.n_thought_tokens
             if delta.completion is not None:
                 completions.append(delta.completion)
-        for last in self.closing(CHUNK, completions, silent=self._silent):
+        for last in self.make_last_chunks(CHUNK, completions, silent=self._silent):
             yield last
 
     def _describe_thoughts(self, thoughts: str) -> dict[str, str | None]:
         """Return thoughts by llama.cpp's name and by vLLM's."""
         return dict.fromkeys(THOUGHTS, (thoughts or None) if self._tells_thoughts else None)
 
-    def _logprobs(self, found: list[TokenLogprob] | None) -> dict[str, Any] | None:
+    def _describe_logprobs(self, found: list[TokenLogprob] | None) -> dict[str, Any] | None:
         chosen = bool(self._body.logprob_token_ids)  # type: ignore[attr-defined]
         return None if found is None else describe_logprobs(self._texts, found, with_taken=chosen)
 
 
 def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
     """Raises ApiError (400)."""
-    turns = read_turns(body.messages, _turn)
+    turns = read_turns(body.messages, _read_turn)
     answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if goes_on and answer_follows:
         why = "only with add_generation_prompt false: a message goes on, or another begins"
@@ -268,13 +270,13 @@ def describe_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob], *, wi
     with_taken: `top_logprobs` has the token that was taken, too, if it is none of the others: vLLM's answer to `logprob_token_ids`.
     """
 
-    def entry(token: int, value: float) -> dict[str, Any]:
-        return {"token": texts.text(token), "logprob": finite(value), "bytes": list(texts.bytes(token))}
+    def describe_token(token: int, value: float) -> dict[str, Any]:
+        return {"token": texts.get_text(token), "logprob": clip_logprob(value), "bytes": list(texts.get_bytes(token))}
 
     def describe(found: TokenLogprob) -> dict[str, Any]:
         taken = (found.token_id, found.logprob)
         top = [taken, *found.top] if with_taken and all(token != found.token_id for token, _ in found.top) else found.top
-        return entry(*taken) | {"top_logprobs": [entry(token, value) for token, value in top]}
+        return describe_token(*taken) | {"top_logprobs": [describe_token(token, value) for token, value in top]}
 
     return {"content": [describe(each) for each in logprobs], "refusal": None}
 
@@ -322,8 +324,8 @@ def _read_content(message: Message, where: str, separator: str) -> str:
     return separator.join(filter(None, said))
 
 
-def _turn(message: Message, where: str, names: dict[str, str]) -> Turn:
-    """`names`: of the calls so far, by their ids. Raises ApiError (400)."""
+def _read_turn(message: Message, where: str, names: dict[str, str]) -> Turn:
+    """Return a message as a turn. `names`: of the calls so far, by their ids. Raises ApiError (400)."""
     if message.function_call or message.role == "function":
         raise make_field_error(where, "tools have taken the place of functions", "not_supported")
     if not _ROLE.fullmatch(message.role):

@@ -29,7 +29,7 @@ from ngramspec.server.queue import Piece
 from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState, model_not_found
-from ngramspec.server.token_strings import LEAST, TokenIdTexts, TokenTexts, describe_prompt_logprobs, finite
+from ngramspec.server.token_strings import LEAST, TokenIdTexts, TokenTexts, clip_logprob, describe_prompt_logprobs
 from ngramspec.tokenizer.detokenizer import SpecialTokens
 
 KIND = "text_completion"
@@ -84,11 +84,11 @@ def make_router(state: ServerState) -> APIRouter:
             inputs = await state.encoders.run(identity.tenant, handler.n_chars, handler.make_inputs)
             if handler.streams:
                 pieces = state.admission.stream(reservation, http, inputs)
-                return EventStream(reservation, handler.events(handler.follow(reservation, pieces), reservation.requests))
+                return EventStream(reservation, handler.stream_events(handler.follow(reservation, pieces), reservation.requests))
             if handler.beams:
                 completions = await search_beams(state.admission, reservation, http, inputs, handler.length_penalty)
             else:
-                completions = await state.admission.results(reservation, http, inputs)
+                completions = await state.admission.complete(reservation, http, inputs)
             return await handler.respond(lambda: handler.answer(completions))
 
     return routes
@@ -194,8 +194,8 @@ class _TextHandler(CompletionHandler):
             if self.n < len(best):
                 best = sorted(best, key=_mean_logprob, reverse=True)[: self.n]
             choices += [self._make_choice(number * self.n + i, number, completion, choice) for i, choice in enumerate(best)]
-        answer = self.head(KIND) | {"choices": choices, "usage": self.usage(completions, silent=self.silent)}
-        return answer | self.extras(completions)
+        answer = self.make_head(KIND) | {"choices": choices, "usage": self.describe_usage(completions, silent=self.silent)}
+        return answer | self.describe_extras(completions)
 
     def _make_choice(self, index: int, number: int, completion: Completion, choice: Choice) -> dict[str, Any]:
         before = self._get_prompt_text(number) if self.echo else ""
@@ -220,7 +220,7 @@ class _TextHandler(CompletionHandler):
     def _describe_part(self, part: Choice | Delta) -> dict[str, Any]:
         return self.describe_sources(part) | self.describe_token_ids(part) | self.describe_stop(part)
 
-    async def events(
+    async def stream_events(
         self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the pieces of a stream. With `echo` each text begins with its prompt, whose log-probabilities are known at the end only."""
@@ -230,7 +230,7 @@ class _TextHandler(CompletionHandler):
         async for piece in hold_until_done(pieces) if scored else pieces:
             if not isinstance(piece, PromptProgress):
                 self.count_delta(piece[1])
-            head = self.chunk(KIND, requests)
+            head = self.make_chunk_head(KIND, requests)
             if isinstance(piece, PromptProgress):
                 silence = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
                 yield head | {"choices": [silence], "prompt_progress": piece.describe()}
@@ -252,7 +252,7 @@ class _TextHandler(CompletionHandler):
             if (choice := self._make_chunk(index, delta, offsets[index])) or prompt_ids:
                 yield head | {"choices": [(choice or {"index": index, "text": "", "logprobs": None, "finish_reason": None}) | prompt_ids]}
             offsets[index] += len(delta.text)
-        for last in self.closing(KIND, list(completions.values()), silent=self.silent):
+        for last in self.make_last_chunks(KIND, list(completions.values()), silent=self.silent):
             yield last
 
     def _make_chunk(self, index: int, delta: Delta, offset: int) -> dict[str, Any] | None:
@@ -269,11 +269,11 @@ class _TextHandler(CompletionHandler):
 
     def _get_prompt_text(self, number: int) -> str:
         prompt = self.prompts[number]
-        return prompt if isinstance(prompt, str) else "".join(self._texts.running(prompt, self._special))
+        return prompt if isinstance(prompt, str) else "".join(self._texts.decode_each(prompt, self._special))
 
     def _get_prompt_tokens(self, completion: Completion) -> list[tuple[int, TokenLogprob | None, str]]:
         ids = completion.prompt_token_ids
-        return list(zip(ids, completion.prompt_logprobs or [], self._texts.running(ids, self._special), strict=True))
+        return list(zip(ids, completion.prompt_logprobs or [], self._texts.decode_each(ids, self._special), strict=True))
 
 
 def describe_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogprob | None, str]], offset: int) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def describe_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogpro
     found: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, logprob, added in tokens:
         found["text_offset"].append(offset)
-        found["tokens"].append(texts.text(token))
-        found["token_logprobs"].append(None if logprob is None else finite(logprob.logprob))
+        found["tokens"].append(texts.get_text(token))
+        found["token_logprobs"].append(None if logprob is None else clip_logprob(logprob.logprob))
         found["top_logprobs"].append(None if logprob is None else _make_top(texts, logprob))
         offset += len(added)
     return found
@@ -296,8 +296,8 @@ def describe_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogpro
 def _make_top(texts: TokenTexts, logprob: TokenLogprob) -> dict[str, float]:
     top: dict[str, float] = {}
     for token, value in ((logprob.token_id, logprob.logprob), *logprob.top):
-        text = texts.text(token)
-        top[text] = max(finite(value), top.get(text, LEAST))  # of two with one text, the likelier
+        text = texts.get_text(token)
+        top[text] = max(clip_logprob(value), top.get(text, LEAST))  # of two with one text, the likelier
     return top
 
 

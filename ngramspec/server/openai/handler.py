@@ -85,23 +85,23 @@ class CompletionHandler:
         """Return the answer. One that tells of the whole vocabulary takes seconds and megabytes, so a thread makes it, unchecked."""
         return await asyncio.to_thread(lambda: JSONResponse(make_answer())) if self._tells_vocabulary else make_answer()
 
-    def head(self, kind: str) -> dict[str, Any]:
+    def make_head(self, kind: str) -> dict[str, Any]:
         """Return what an answer, and every piece of a streamed one, begins with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
 
-    def chunk(self, kind: str, requests: Sequence[Request]) -> dict[str, Any]:
+    def make_chunk_head(self, kind: str, requests: Sequence[Request]) -> dict[str, Any]:
         """Return what every piece of a stream but the last begins with. `requests`: what the engine runs for it."""
-        head = self.head(kind)
+        head = self.make_head(kind)
         if self.include_usage:
             completions = [request.completion for request in requests]
-            head["usage"] = self.usage(completions, written=self._n_told) if self.continuous_usage else None
+            head["usage"] = self.describe_usage(completions, written=self._n_told) if self.continuous_usage else None
         return head | self.describe_timings(requests)
 
     def describe_timings(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return llama.cpp's `timings` so far, if they were asked for."""
         if not self.per_token_timings or len(requests) != 1:
             return {}
-        return {"timings": response_stats.timings(requests[0].completion, time.perf_counter() - self._started)}
+        return {"timings": response_stats.describe_timings(requests[0].completion, time.perf_counter() - self._started)}
 
     def follow(self, reservation: Reservation, pieces: AsyncIterator[Piece]) -> AsyncIterator[PromptProgress | Piece]:
         """Return a stream with reports on its prompt, where they were asked for."""
@@ -111,7 +111,7 @@ class CompletionHandler:
         """Count the tokens of a delta that is about to be told: an engine is ahead of what its streams tell."""
         self._n_told += len(delta.token_ids)
 
-    def usage(self, completions: Sequence[Completion], *, silent: bool = False, written: int | None = None) -> dict[str, Any]:
+    def describe_usage(self, completions: Sequence[Completion], *, silent: bool = False, written: int | None = None) -> dict[str, Any]:
         """Return OpenAI's `usage`. `silent`: the tokens written are no part of the answer. `written`: their number, if not all."""
         prompt = sum(len(completion.prompt_token_ids) for completion in completions)
         if written is None:
@@ -124,21 +124,21 @@ class CompletionHandler:
         }
         details: dict[str, int] = {}
         if self.expects:
-            accepted, rejected = response_stats.predicted(completions)
+            accepted, rejected = response_stats.count_predicted(completions)
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         if self.n_thought_tokens:
             details["reasoning_tokens"] = self.n_thought_tokens
         return usage | ({"completion_tokens_details": details} if details else {})
 
-    def extras(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def describe_extras(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return `metrics`, and for one prompt `timings`, if they were asked for."""
         told: dict[str, Any] = {}
         if self.level != "none":
-            told["metrics"] = {"speculative_decoding": response_stats.speculative(completions, self.level)}
+            told["metrics"] = {"speculative_decoding": response_stats.describe_speculation(completions, self.level)}
         if self._tells_times and len(completions) == 1 and len(completions[0].choices) == 1:
-            told["metrics"] = told.get("metrics", {}) | response_stats.request_times(completions[0])
+            told["metrics"] = told.get("metrics", {}) | response_stats.describe_request_times(completions[0])
         if (self.level != "none" or self.per_token_timings) and len(completions) == 1:
-            told["timings"] = response_stats.timings(completions[0])
+            told["timings"] = response_stats.describe_timings(completions[0])
         if self.verbose and self.tokenizer is not None:
             prompts = [self.tokenizer.decode(each.prompt_token_ids, skip_special_tokens=False) for each in completions]
             told["__verbose"] = {"prompt": prompts[0] if len(prompts) == 1 else prompts, "content": completions[0].text}
@@ -146,7 +146,7 @@ class CompletionHandler:
 
     def describe_sources(self, part: Choice | Delta) -> dict[str, Any]:
         """Return what a choice says of its tokens, where it was asked for."""
-        return {"ngramspec": {"tokens": response_stats.sourced(part.texts, part.draft_sources)}} if self.sources else {}
+        return {"ngramspec": {"tokens": response_stats.list_token_sources(part.texts, part.draft_sources)}} if self.sources else {}
 
     def describe_token_ids(self, part: Choice | Delta) -> dict[str, Any]:
         """Return vLLM's `token_ids` of a choice, if they were asked for."""
@@ -156,12 +156,12 @@ class CompletionHandler:
         """Return vLLM's `stop_reason`: the stop string, or the one of `stop_token_ids`, that ended a text."""
         return {} if part.stop_reason is None else {"stop_reason": part.stop_reason}
 
-    def closing(self, kind: str, completions: Sequence[Completion], *, silent: bool = False) -> list[dict[str, Any]]:
+    def make_last_chunks(self, kind: str, completions: Sequence[Completion], *, silent: bool = False) -> list[dict[str, Any]]:
         """Return the last piece of a stream, where there is something to say."""
-        extras = self.extras(completions)
+        extras = self.describe_extras(completions)
         if not self.include_usage:
-            return [self.head(kind) | {"choices": []} | extras] if extras else []
-        return [self.head(kind) | {"choices": [], "usage": self.usage(completions, silent=silent)} | extras]
+            return [self.make_head(kind) | {"choices": []} | extras] if extras else []
+        return [self.make_head(kind) | {"choices": [], "usage": self.describe_usage(completions, silent=silent)} | extras]
 
 
 @dataclass(slots=True)

@@ -58,11 +58,11 @@ def make_router(state: ServerState) -> APIRouter:
                 ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
                 inputs = [await asyncio.to_thread(handler.make_input, ids)]
                 if handler.streams:
-                    events = handler.events(
+                    events = handler.stream_events(
                         handler.follow(reservation, state.admission.stream(reservation, http, inputs)), reservation.requests
                     )
                     return EventStream(reservation, events, done=False, named=True)
-                (completion,) = await state.admission.results(reservation, http, inputs)
+                (completion,) = await state.admission.complete(reservation, http, inputs)
                 return handler.answer(completion)
 
     @routes.get("/v1/responses/{response_id}", response_model=Response, response_model_exclude_unset=True)
@@ -113,7 +113,7 @@ def make_router(state: ServerState) -> APIRouter:
 
 def _make_conversation(state: ServerState, prompts: Prompts, body: ResponsesRequest) -> Conversation:
     """Raises ApiError (400)."""
-    return Conversation(state, prompts, body.turns, body.box, "input", body.style())
+    return Conversation(state, prompts, body.turns, body.box, "input", body.make_style())
 
 
 class _ResponseHandler(CompletionHandler):
@@ -146,44 +146,44 @@ class _ResponseHandler(CompletionHandler):
             pass
         return self._end(output, completion)
 
-    async def events(self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]) -> AsyncIterator[Event]:
+    async def stream_events(self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]) -> AsyncIterator[Event]:
         """Yield what is added to which item, between the response's beginning and its end."""
         output, number = _Output(self._conversation, self._texts), 0
 
-        def numbered(event: Event) -> Event:
+        def add_number(event: Event) -> Event:
             nonlocal number
             number += 1
             return event | {"sequence_number": number - 1}
 
         for name in ("created", "in_progress"):
-            yield numbered({"type": f"response.{name}", "response": self._response(output, None)})
+            yield add_number({"type": f"response.{name}", "response": self._make_response(output, None)})
         async for piece in pieces:
             if isinstance(piece, PromptProgress):
-                response = self._response(output, None)
-                yield numbered({"type": "response.in_progress", "response": response, "prompt_progress": piece.describe()})
+                response = self._make_response(output, None)
+                yield add_number({"type": "response.in_progress", "response": response, "prompt_progress": piece.describe()})
                 continue
             _, delta = piece
             for event in output.take(delta):
-                yield numbered(event | (self.describe_timings(requests) if event["type"].endswith(".delta") else {}))
+                yield add_number(event | (self.describe_timings(requests) if event["type"].endswith(".delta") else {}))
             if delta.completion is not None:
                 response = self._end(output, delta.completion)
                 timings = {"timings": response["timings"]} if "timings" in response else {}
-                yield numbered({"type": f"response.{response['status']}", "response": response} | timings)
+                yield add_number({"type": f"response.{response['status']}", "response": response} | timings)
 
     def _end(self, output: _Output, completion: Completion) -> dict[str, Any]:
         """Return the response at its end, and store it."""
         self.n_thought_tokens = output.n_thought_tokens
-        response = self._response(output, completion)
+        response = self._make_response(output, completion)
         if self._body.store is not False:
             self._store.put(self.hints["tenant"] or "", response, self._body.dump_items() + output.items)
         return response
 
-    def _response(self, output: _Output, completion: Completion | None) -> dict[str, Any]:
+    def _make_response(self, output: _Output, completion: Completion | None) -> dict[str, Any]:
         """Return the response as it stands; with `completion`, at its end."""
         body = self._body
         given = body.model_dump(exclude_unset=True, by_alias=True, include={"text", "tool_choice", "tools", "metadata"})
         raw = {} if completion is None or not body.enable_response_messages else self._describe_messages(completion)
-        usage = None if completion is None else self.usage([completion])
+        usage = None if completion is None else self.describe_usage([completion])
         status = "in_progress" if completion is None else output.status
         return {
             "id": self.id,
@@ -216,7 +216,7 @@ class _ResponseHandler(CompletionHandler):
             "top_p": 1.0 if body.top_p is None else body.top_p,  # type: ignore[attr-defined]
             "truncation": "disabled",
             "user": body.user,
-        } | ({} if completion is None else raw | self.extras([completion]))
+        } | ({} if completion is None else raw | self.describe_extras([completion]))
 
     def _describe_messages(self, completion: Completion) -> dict[str, Any]:
         """Return vLLM's view of prompt and output: texts with control tokens, and ids."""

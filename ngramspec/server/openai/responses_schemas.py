@@ -147,8 +147,8 @@ class ResponsesRequest(OpenAIRequest):
             return [{"type": "message", "role": "user", "content": self.input}]
         return [item.model_dump(exclude_none=True) for item in self.input]
 
-    def style(self) -> Style:
-        """Return how the template is asked."""
+    def make_style(self) -> Style:
+        """Return the style in which the template is rendered."""
         effort = self.reasoning and self.reasoning.effort
         return Style(variables={"reasoning_effort": effort}) if effort else ANSWER
 
@@ -187,7 +187,7 @@ class ResponsesRequest(OpenAIRequest):
             if item.type == "reasoning":
                 thoughts = PARTS.join(part.text or "" for part in self._list_thoughts(item))
                 continue
-            turn = _turn(item, f"input[{i}]", names)
+            turn = _read_turn(item, f"input[{i}]", names)
             if turn.role == ASSISTANT:
                 turn = turn._replace(thoughts=thoughts)
             thoughts = ""
@@ -204,14 +204,14 @@ class ResponsesRequest(OpenAIRequest):
         return turns
 
 
-def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
-    """`names`: of the calls so far, by their ids. Raises ApiError (400)."""
+def _read_turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
+    """Return an item as a turn. `names`: of the calls so far, by their ids. Raises ApiError (400)."""
     match item.type or "message":
         case "message":
             if item.role not in ROLES:
                 got = "nothing" if item.role is None else repr(item.role[:40])
                 raise make_field_error(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {got}")
-            return Turn(ROLES[item.role], _text(require(item.content, f"{where}.content"), f"{where}.content"))
+            return Turn(ROLES[item.role], _join_text(require(item.content, f"{where}.content"), f"{where}.content"))
         case "function_call":
             call = Call(
                 require(item.call_id, f"{where}.call_id"),
@@ -225,7 +225,7 @@ def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
         case "function_call_output" | "custom_tool_call_output":
             number = require(item.call_id, f"{where}.call_id")
             given = require(item.output, f"{where}.output")
-            output = _text(given if isinstance(given, str) else [part.name_media() for part in given], f"{where}.output")
+            output = _join_text(given if isinstance(given, str) else [part.name_media() for part in given], f"{where}.output")
             return Turn(TOOL, output, call_id=number, name=names.get(number))
         case other:
             kinds = (
@@ -235,7 +235,7 @@ def _turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
             raise make_field_error(f"{where}.type", f"must be {kinds}, got {other[:40]!r}", "not_supported")
 
 
-def _text(content: str | list[Part], where: str) -> str:
+def _join_text(content: str | list[Part], where: str) -> str:
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):
