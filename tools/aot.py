@@ -40,7 +40,7 @@ class CompiledKernel:
         """Matrix instructions of the PTX by name (shape and types included)."""
         return Counter(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)[\w.]+", self.ptx))
 
-    def summary(self) -> str:
+    def summarize(self) -> str:
         mma = ", ".join(f"{n} {name}" for name, n in self.mma.items()) or "no mma"
         return f"{self.name}: {self.n_regs} registers, {self.n_spills} B spilled, {self.shared} B shared, {mma}"
 
@@ -84,7 +84,7 @@ def compile_kernel(
     kernel = triton.compiler.compile(
         triton.compiler.ASTSource(fn, types, constexprs, attrs), target=GPUTarget("cuda", capability, 32), options=options
     )
-    regs, spills, static = _usage(kernel.asm["cubin"])
+    regs, spills, static = _read_usage(kernel.asm["cubin"])
     return CompiledKernel(
         fn.__name__,
         kernel.asm["ptx"],
@@ -98,12 +98,12 @@ def compile_kernel(
 
 def check_limits(kernel: CompiledKernel, capability: int, most_spilled: int = 0) -> None:
     """Raise AssertionError if more bytes of a thread's registers were spilled or a block does not fit the device."""
-    assert kernel.n_spills <= most_spilled, kernel.summary()
-    assert kernel.shared <= SHARED_LIMIT[capability], kernel.summary()
-    assert kernel.n_regs * 32 * kernel.num_warps <= 65536, kernel.summary()
+    assert kernel.n_spills <= most_spilled, kernel.summarize()
+    assert kernel.shared <= SHARED_LIMIT[capability], kernel.summarize()
+    assert kernel.n_regs * 32 * kernel.num_warps <= 65536, kernel.summarize()
 
 
-def _tool(name: str, cubin: bytes, *options: str) -> str:
+def _run_tool(name: str, cubin: bytes, *options: str) -> str:
     """Return the output of a program of the CUDA toolkit that comes with Triton."""
     import triton
 
@@ -114,8 +114,8 @@ def _tool(name: str, cubin: bytes, *options: str) -> str:
         return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _usage(cubin: bytes) -> tuple[int, int, int]:
+def _read_usage(cubin: bytes) -> tuple[int, int, int]:
     """Return registers, bytes of stack and local memory, bytes of static shared memory."""
-    text = _tool("cuobjdump", cubin, "--dump-resource-usage")
+    text = _run_tool("cuobjdump", cubin, "--dump-resource-usage")
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
     return found["REG"], found["STACK"] + found["LOCAL"], found["SHARED"]

@@ -125,7 +125,7 @@ class Launches:
 
 
 @contextmanager
-def noted(capability: int) -> Iterator[dict[Variant, None]]:
+def note_kernels(capability: int) -> Iterator[dict[Variant, None]]:
     """Note kernels instead of launching them, as for a device of this capability."""
     found: dict[Variant, None] = {}
     limits = DeviceLimits(PROCESSORS[capability], SHARED_LIMIT[capability], capability // 10, overlaps=capability >= 90)
@@ -156,17 +156,17 @@ def make_pool(shapes: list[tuple[int, int]], max_len: int, dtype: torch.dtype, d
     return CudaRecurrentPool(*sizes, dtype=dtype, device=meta, shape=delta, n_snapshots=1)
 
 
-def variants(
+def list_variants(
     config: dict[str, Any], dtype: torch.dtype, capability: int, rows: Sequence[int] = ROWS, blocks: str = "none"
 ) -> list[Variant]:
     """Return what passes of a Llama-style model launch. `blocks`: a format of its weights, one of FORMATS, or "none"."""
     meta, depth, max_len = torch.device("meta"), 16, 8192
-    with noted(capability) as found, torch.inference_mode():
+    with note_kernels(capability) as found, torch.inference_mode():
         model = empty_model(config, dtype).to(meta)
         text: Any = model.config.get_text_config()
         n_sms = PROCESSORS[capability]
 
-        def make(weight: Any, bias: torch.Tensor | None) -> row_invariant_linear.CudaProduct:
+        def make_product(weight: Any, bias: torch.Tensor | None) -> row_invariant_linear.CudaProduct:
             if blocks == "none":
                 return row_invariant_linear.CudaProduct(weight, bias, n_sms)
             return CudaQuantisedProduct([empty_packed(blocks, *weight.shape)], bias, dtype, n_sms)
@@ -177,7 +177,7 @@ def variants(
             e, n, k = weight.shape
             return PackedPairProduct(PackedExpertWeight(empty_packed(blocks, e * n, k), e, dtype), dtype, n_sms)
 
-        stack = CudaDecoder(model, make, make_pairs, max_len)
+        stack = CudaDecoder(model, make_product, make_pairs, max_len)
         if blocks != "none":
             stack.embedding = CudaPackedEmbedding(empty_packed(blocks, *stack.embedding.weight.shape), dtype)
         shape = int(text.num_key_value_heads), stack.head_dim
@@ -214,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for model in args.models.split(","):
             config = read_shape(model)
             for dtype, blocks in product(args.dtypes.split(","), args.blocks.split(",")):
-                for variant in variants(config, getattr(torch, dtype), capability, blocks=blocks):
+                for variant in list_variants(config, getattr(torch, dtype), capability, blocks=blocks):
                     if (capability, variant) in done:
                         continue
-                    problem = done[capability, variant] = compiled(variant, capability)
+                    problem = done[capability, variant] = compile_variant(variant, capability)
                     failed += bool(problem)
                     print(f"sm_{capability} {model} {dtype} {blocks}: {problem or 'ok'}: {variant}", flush=True)
     print(f"{len(done)} variants, {failed} failed")
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def compiled(variant: Variant, capability: int) -> str:
+def compile_variant(variant: Variant, capability: int) -> str:
     """Compile a variant and return what is wrong with it; empty if nothing."""
     try:
         kernel = variant.compile(capability)

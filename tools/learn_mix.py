@@ -65,7 +65,7 @@ CHAT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>
 SKIP = {"test", "tests", "idlelib", "lib2to3", "_vendor", "__pycache__", "site-packages"}
 
 
-def sources(folders: list[Path], suffixes: tuple[str, ...], limit: int = 400_000) -> list[str]:
+def read_sources(folders: list[Path], suffixes: tuple[str, ...], limit: int = 400_000) -> list[str]:
     """Return the texts of all files with these suffixes, in a stable order, neither tiny nor huge."""
     texts = []
     for folder in folders:
@@ -76,13 +76,13 @@ def sources(folders: list[Path], suffixes: tuple[str, ...], limit: int = 400_000
     return texts
 
 
-def documented(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+def find_documented(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
             yield node
 
 
-def edited(lines: list[str], donor: list[str], rng: random.Random) -> list[str]:
+def edit_lines(lines: list[str], donor: list[str], rng: random.Random) -> list[str]:
     """Make a few mechanical edits, of the sizes that requests to change code ask for."""
     lines = list(lines)
     for _ in range(rng.choice((1, 1, 2, 3, 4, 6))):
@@ -119,7 +119,7 @@ def edited(lines: list[str], donor: list[str], rng: random.Random) -> list[str]:
     return lines
 
 
-def revised(text: str, rng: random.Random) -> str:
+def revise_text(text: str, rng: random.Random) -> str:
     sentences = re.split(r"(?<=[.!?:]) +|(?<=\n)", text)
     words = re.findall(r"[A-Za-z]{4,}", text) or ["text"]
     out: list[str] = []
@@ -169,7 +169,11 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
             return text[start : at + 1], text[at + 1 : at + 1400]
         at = rng.randrange(max(len(text) - 2000, 1))
         piece = text[at : at + rng.randrange(500, 2500)]
-        return CHAT.format(rng.choice(("Rewrite this: ", "Improve the text below.\n\n", "Shorten:\n")) + piece), revised(piece, rng), piece
+        return (
+            CHAT.format(rng.choice(("Rewrite this: ", "Improve the text below.\n\n", "Shorten:\n")) + piece),
+            revise_text(piece, rng),
+            piece,
+        )
     text = rng.choice(code)
     if kind == "noise":
         words = list(set(re.findall(r"[A-Za-z]{2,}|\d+", text)))
@@ -183,11 +187,11 @@ def trace(kind: str, code: list[str], prose: list[str], rng: random.Random) -> t
     if kind == "edit":
         i = rng.randrange(max(len(lines) - 40, 1))
         old = lines[i : i + rng.randrange(15, 120)]
-        new = "\n".join(edited(old, rng.choice(code).splitlines(), rng))
+        new = "\n".join(edit_lines(old, rng.choice(code).splitlines(), rng))
         ask = rng.choice(INSTRUCTIONS) + "\n\n```python\n" + "\n".join(old) + "\n```\n\nInstruction: " + rng.choice(lines).strip()
         return CHAT.format(ask), "```python\n" + new + "\n```" if rng.random() < 0.5 else new, "\n".join(old)
     try:
-        functions = list(documented(ast.parse(text)))
+        functions = list(find_documented(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):
         return None
     if not functions:
@@ -300,7 +304,7 @@ class Mix(torch.nn.Module):
         return (z * self.mix[sets]).sum(1) + self.bias[sets]
 
 
-def batch(samples: Samples, rows: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_batch(samples: Samples, rows: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         torch.from_numpy(samples.state[rows].astype(np.int64)),
         torch.from_numpy(samples.set[rows].astype(np.int64)),
@@ -318,7 +322,7 @@ def fit(samples: Samples, epochs: int, size: int = 16384, rate: float = 0.03) ->
     while step < steps:
         order = np.random.default_rng(step).permutation(n)
         for i in range(0, n - size + 1, size):
-            state, sets, right = batch(samples, order[i : i + size])
+            state, sets, right = make_batch(samples, order[i : i + size])
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(state, sets), right)
             optimizer.zero_grad()
             loss.backward()
@@ -328,13 +332,13 @@ def fit(samples: Samples, epochs: int, size: int = 16384, rate: float = 0.03) ->
     return model
 
 
-def losses(model: Mix, samples: Samples, kinds: np.ndarray) -> dict[str, float]:
+def compute_losses(model: Mix, samples: Samples, kinds: np.ndarray) -> dict[str, float]:
     """Return the summed log loss per output position, by kind. kinds [positions] int."""
     out, counts = np.zeros(len(KINDS)), np.bincount(kinds, minlength=len(KINDS))
     with torch.no_grad():
         for i in range(0, len(samples.set), 100_000):
             rows = slice(i, i + 100_000)
-            state, sets, right = batch(samples, rows)
+            state, sets, right = make_batch(samples, rows)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(state, sets), right, reduction="none").numpy()
             out += np.bincount(kinds[samples.position[rows]], loss, len(KINDS))
     return {kind: round(float(x / max(c, 1)), 4) for kind, x, c in zip(KINDS, out, counts, strict=True)}
@@ -350,14 +354,14 @@ def to_weights(model: Mix) -> tree_builder.Weights:
     return weights
 
 
-def blocks(texts: list[str], rng: random.Random, size: int = 40) -> list[list[str]]:
-    """Group neighbouring files into blocks, in random order."""
+def make_blocks(texts: list[str], rng: random.Random, size: int = 40) -> list[list[str]]:
+    """Return blocks of `size` neighbouring files, in random order."""
     cut = [texts[i : i + size] for i in range(0, len(texts), size)]
     rng.shuffle(cut)
     return cut
 
 
-def docstrings(texts: list[str]) -> Iterator[str]:
+def join_docstrings(texts: list[str]) -> Iterator[str]:
     for text in texts:
         try:
             nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.Module))]
@@ -368,7 +372,7 @@ def docstrings(texts: list[str]) -> Iterator[str]:
             yield joined
 
 
-def make(
+def make_traces(
     code: list[list[str]],
     prose: list[list[str]],
     n: int,
@@ -388,7 +392,7 @@ def make(
     session = 0
     while len(traces) < n:
         kind, pool = kinds[session % len(kinds)], rng.choice(POOLS)
-        near = [_near(blocks, pool, rng) for blocks in (code, prose)]
+        near = [_pick_near(blocks, pool, rng) for blocks in (code, prose)]
         made, session = 0, session + 1
         if drawn is not None:
             drawn[session] = near[0] + near[1]
@@ -406,13 +410,13 @@ def make(
     return traces
 
 
-def _near(blocks: list[list[str]], n: int, rng: random.Random) -> list[str]:
+def _pick_near(blocks: list[list[str]], n: int, rng: random.Random) -> list[str]:
     block = rng.choice(blocks)
     at = rng.randrange(max(len(block) - n, 0) + 1)
     return block[at : at + n]
 
 
-def recorded(path: Path, max_out: int, session: int) -> list[Made]:
+def read_recorded(path: Path, max_out: int, session: int) -> list[Made]:
     """Read traces that `tools.record` wrote, all in one session."""
     traces = []
     with path.open(encoding="utf-8") as file:
@@ -445,22 +449,24 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer: Any = load_tokenizer(args.tokenizer)
     rng = random.Random(args.seed)
-    code = sources(args.corpus, (".py",))
-    prose = sources(args.corpus, (".txt", ".rst", ".md", "METADATA", "topics.py"), 2_000_000)
-    prose += docstrings(rng.sample(code, min(len(code), 600)))
+    code = read_sources(args.corpus, (".py",))
+    prose = read_sources(args.corpus, (".txt", ".rst", ".md", "METADATA", "topics.py"), 2_000_000)
+    prose += join_docstrings(rng.sample(code, min(len(code), 600)))
     if len(code) < 20 or len(prose) < 20:
         parser.error(f"the corpus has {len(code)} usable Python files and {len(prose)} texts; 20 of each are the least")
     started = time.perf_counter()
-    code_blocks, prose_blocks = (blocks(texts, rng) for texts in (code, prose))
+    code_blocks, prose_blocks = (make_blocks(texts, rng) for texts in (code, prose))
     c, p = max(len(code_blocks) // 10, 1), max(len(prose_blocks) // 10, 1)
-    train = make(code_blocks[c:], prose_blocks[p:], args.traces, args.seed, tokenizer, args.max_out)
+    train = make_traces(code_blocks[c:], prose_blocks[p:], args.traces, args.seed, tokenizer, args.max_out)
     if args.write_prompts is not None:
         rows = [json.dumps({"id": f"{t.kind}-{i}", "prompt_ids": t.prompt.tolist()}) for i, t in enumerate(train)]
         args.write_prompts.write_text("\n".join(rows) + "\n")
         return
-    held_out = make(code_blocks[:c], prose_blocks[:p], max(args.traces // 12, SESSION * len(KINDS)), args.seed + 1, tokenizer, args.max_out)
+    held_out = make_traces(
+        code_blocks[:c], prose_blocks[:p], max(args.traces // 12, SESSION * len(KINDS)), args.seed + 1, tokenizer, args.max_out
+    )
     if args.recorded:
-        real = recorded(args.recorded, args.max_out, args.traces)
+        real = read_recorded(args.recorded, args.max_out, args.traces)
         train, held_out = train + real[len(real) // 10 :], held_out + real[: len(real) // 10]
     kinds = np.concatenate([np.full(len(t.output) + 1, KINDS.index(t.kind)) for t in held_out])
     n_out, spent = sum(len(t.output) for t in train), time.perf_counter() - started
@@ -471,7 +477,7 @@ def main() -> None:
         seen = train if turn else [t for t in train if t.session % 2 == 0]
         model = fit(collect(seen, weights, args.max_out, len(tokenizer)), args.epochs if turn else 1)
         weights = to_weights(model)
-        losses_by_turn.append(losses(model, collect(held_out, weights, args.max_out, len(tokenizer)), kinds))
+        losses_by_turn.append(compute_losses(model, collect(held_out, weights, args.max_out, len(tokenizer)), kinds))
         print(f"turn {turn}: mean loss {np.mean(list(losses_by_turn[-1].values())):.4f}, {time.perf_counter() - started:.0f} s", flush=True)
     save_weights(args.out, weights)
     print_table(["kind", "loss"], [[kind, loss] for kind, loss in losses_by_turn[-1].items()])

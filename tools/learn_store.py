@@ -51,7 +51,7 @@ AGAIN = 2  # requests of a session that are made a second time
 BESIDE = 2 * features.SETS // 3  # the first of the weight sets for nodes with a match in a datastore
 
 
-def aged(text: str, donor: str, rng: random.Random) -> str:
+def age_text(text: str, donor: str, rng: random.Random) -> str:
     """Return a source file as it may have been earlier: some functions not written yet, some lines different."""
     lines = text.splitlines()
     try:
@@ -63,7 +63,7 @@ def aged(text: str, donor: str, rng: random.Random) -> str:
             del lines[f.lineno - 1 : f.end_lineno]
     for _ in range(rng.choice((0, 1, 2, 4))):
         if len(lines) > 5:
-            lines = learn_mix.edited(lines, donor.splitlines(), rng)
+            lines = learn_mix.edit_lines(lines, donor.splitlines(), rng)
     return "\n".join(lines)
 
 
@@ -85,7 +85,7 @@ def stores_of(sessions: dict[int, list[str]], foreign: Datastore, tokenizer: str
             files = folder / f"files-{session}"
             files.mkdir()
             for i, text in enumerate(texts[:FILES]):
-                old = aged(text, rng.choice(texts), rng) if "def " in text else learn_mix.revised(text, rng)
+                old = age_text(text, rng.choice(texts), rng) if "def " in text else learn_mix.revise_text(text, rng)
                 (files / f"{i}.py").write_text(old or "pass\n", encoding="utf-8")
             build([files], folder / f"store-{session}", backend, tokenizer)
             named["own"] = Datastore.open(folder / f"store-{session}")
@@ -168,7 +168,7 @@ def fit(samples: Samples, weights: tree_builder.Weights, epochs: int, size: int 
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.001, steps)
     for step in range(steps):
         rows = np.random.default_rng(step).integers(0, n, size)
-        state, sets, right = learn_mix.batch(samples, rows)
+        state, sets, right = learn_mix.make_batch(samples, rows)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(model(state, sets), right)
         optimizer.zero_grad()
         loss.backward()
@@ -186,7 +186,7 @@ def to_weights(model: DatastoreMix, weights: tree_builder.Weights) -> tree_build
     return tree_builder.Weights(states, mix)
 
 
-def losses(weights: tree_builder.Weights, samples: Samples, groups: np.ndarray) -> dict[str, float]:
+def compute_losses(weights: tree_builder.Weights, samples: Samples, groups: np.ndarray) -> dict[str, float]:
     """Return the log loss per output position with a match in a datastore, by group of positions; groups [positions] str."""
     model = DatastoreMix(weights)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def losses(weights: tree_builder.Weights, samples: Samples, groups: np.ndarray) 
         model.own.copy_(torch.from_numpy(weights.states[features.EXTERNAL].astype(np.float32)))
         parts = []
         for i in range(0, len(samples.set), 100_000):
-            state, of_sets, right = learn_mix.batch(samples, slice(i, i + 100_000))
+            state, of_sets, right = learn_mix.make_batch(samples, slice(i, i + 100_000))
             parts.append(torch.nn.functional.binary_cross_entropy_with_logits(model(state, of_sets), right, reduction="none").numpy())
     loss = np.concatenate(parts)
     of = groups[samples.position]
@@ -223,11 +223,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer: Any = load_tokenizer(args.tokenizer)
     rng = random.Random(args.seed)
-    code = learn_mix.sources(args.corpus, (".py",))
-    prose = learn_mix.sources(args.corpus, (".txt", ".rst", ".md", "METADATA"), 2_000_000)
-    prose += learn_mix.docstrings(rng.sample(code, min(len(code), 600)))
+    code = learn_mix.read_sources(args.corpus, (".py",))
+    prose = learn_mix.read_sources(args.corpus, (".txt", ".rst", ".md", "METADATA"), 2_000_000)
+    prose += learn_mix.join_docstrings(rng.sample(code, min(len(code), 600)))
     started = time.perf_counter()
-    code_blocks, prose_blocks = (learn_mix.blocks(texts, rng) for texts in (code, prose))
+    code_blocks, prose_blocks = (learn_mix.make_blocks(texts, rng) for texts in (code, prose))
     c, p = max(len(code_blocks) // 10, 1), max(len(prose_blocks) // 10, 1)
     foreign, weights = Datastore.open(args.foreign), load_weights(args.base)
     sets: list[tuple[list[Made], Samples, np.ndarray]] = []
@@ -236,10 +236,10 @@ def main() -> None:
             (((code_blocks[c:], prose_blocks[p:]), args.traces), ((code_blocks[:c], prose_blocks[:p]), args.traces // 6))
         ):
             near: dict[int, list[str]] = {}
-            traces = learn_mix.make(*blocks, max(n, SESSION * len(KINDS)), args.seed + i, tokenizer, args.max_out, near)
+            traces = learn_mix.make_traces(*blocks, max(n, SESSION * len(KINDS)), args.seed + i, tokenizer, args.max_out, near)
             traces = asked_again(traces, random.Random(args.seed + i))
             if args.recorded:
-                real = learn_mix.recorded(args.recorded, args.max_out, 10**6 + 1)
+                real = learn_mix.read_recorded(args.recorded, args.max_out, 10**6 + 1)
                 traces += real[: len(real) // 10] if i else real[len(real) // 10 :]
                 near[10**6 + 1] = []
             (Path(folder) / str(i)).mkdir()
@@ -248,9 +248,9 @@ def main() -> None:
             groups = np.concatenate([np.full(len(t.output) + 1, f"{stores[t.session].kind} {t.kind}") for t in traces])
             sets.append((traces, collect(traces, stores, weights, args.max_out, len(tokenizer)), groups))
             print(f"{len(sets[-1][1].set)} samples, {time.perf_counter() - started:.0f} s", flush=True)
-    before = losses(weights, sets[1][1], sets[1][2])
+    before = compute_losses(weights, sets[1][1], sets[1][2])
     weights = to_weights(fit(sets[0][1], weights, args.epochs), weights)
-    after = losses(weights, sets[1][1], sets[1][2])
+    after = compute_losses(weights, sets[1][1], sets[1][2])
     save_weights(args.out, weights)
     print_table(["store, kind", "before", "after"], [[group, before[group], after[group]] for group in before])
     settings = {"traces": args.traces, "epochs": args.epochs, "max_out": args.max_out, "seed": args.seed, "tokenizer": args.tokenizer}

@@ -49,8 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "vocabulary.gguf"
         for name in NAMES:
-            path.write_bytes(renamed(model, name))
-            found[name] = encoded(llama_cpp, path)
+            path.write_bytes(make_header(model, name))
+            found[name] = encode_texts(llama_cpp, path)
     base = found.pop(BASE)
     others: dict[str, dict[int, list[int]]] = {
         name: {i: ids for i, (ids, usual) in enumerate(zip(each, base, strict=True)) if ids != usual} for name, each in found.items()
@@ -62,7 +62,7 @@ def main() -> None:
     RECORD.write_text(json.dumps({"texts": TEXTS, BASE: base, "others": groups}, ensure_ascii=True, separators=(",", ":")) + "\n")
 
 
-def renamed(model: gguf.Gguf, name: str) -> bytes:
+def make_header(model: gguf.Gguf, name: str) -> bytes:
     """Return the header of a file with another `tokenizer.ggml.pre`, and no tensors: all that llama.cpp needs for its vocabulary."""
     header = model.headers[0]
     keys = [header.raw[start:end] for key, (start, end) in header.spans.items() if key != PRE]
@@ -71,7 +71,7 @@ def renamed(model: gguf.Gguf, name: str) -> bytes:
     return head + bytes(-len(head) % 32)
 
 
-def encoded(llama_cpp: Any, path: Path) -> list[list[int]]:
+def encode_texts(llama_cpp: Any, path: Path) -> list[list[int]]:
     """Return the ids of all texts, without parsing control tokens."""
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--documents", type=int, default=60)
     args = parser.parse_args(argv)
-    document = crash(args.moments, args.seed, args.documents)
+    document = run_crashes(args.moments, args.seed, args.documents)
     for row in document["operations"]:
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in row["outcomes"].items())
         print(f"{row['operation']:8} {row['kills']:4} kills among {row['calls']} calls and {row['ms']:.0f} ms: {outcomes}")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(bool(document["failures"]))
 
 
-def crash(moments: int, seed: int = 0, documents: int = 60) -> dict[str, Any]:
+def run_crashes(moments: int, seed: int = 0, documents: int = 60) -> dict[str, Any]:
     """Kill each of four operations `moments` / 4 times and return what was found; `failures` is empty if all is well."""
     rng = random.Random(seed)
     operations, failures = [], []
@@ -107,9 +107,9 @@ class Scene:
 def _attack(scene: Scene, name: str, kills: int, rng: random.Random) -> tuple[dict[str, Any], list[str]]:
     operation = scene.operations[name]
     scene.reset(name)
-    old = state(scene.store)
+    old = read_state(scene.store)
     n_calls = run(operation, store=scene.store)
-    new, generation = state(scene.store), manifests.read_manifest(scene.store).generation
+    new, generation = read_state(scene.store), manifests.read_manifest(scene.store).generation
     times = []
     for _ in range(3):
         scene.reset(name)
@@ -131,15 +131,15 @@ def _attack(scene: Scene, name: str, kills: int, rng: random.Random) -> tuple[di
             where = f"{name} killed after {delay * 1000:.1f} ms"
             killed = run(operation, delay=delay) < 0
         try:
-            found = state(scene.store)
+            found = read_state(scene.store)
             if found not in (old, new):
                 raise AssertionError("the store holds neither the old nor the new generation")
             left = "none" if found is None else "new" if manifests.read_manifest(scene.store).generation == generation else "old"
             outcomes[left if killed else "ended before"] += 1
             run(operation)
-            if state(scene.store) != new:
+            if read_state(scene.store) != new:
                 raise AssertionError("running it again does not give the new generation")
-            if extra := untidy(scene.store):
+            if extra := list_unnamed_files(scene.store):
                 raise AssertionError(f"running it again leaves {extra}")
         except Exception as error:
             failures.append(f"{where}: {type(error).__name__}: {error}")
@@ -148,7 +148,7 @@ def _attack(scene: Scene, name: str, kills: int, rng: random.Random) -> tuple[di
     return row, failures
 
 
-def state(store: Path) -> State:
+def read_state(store: Path) -> State:
     """Return what a datastore holds, after verifying every byte. Raises DatastoreError if it is damaged."""
     try:
         with Datastore.open(store, verify="full") as opened:
@@ -157,7 +157,7 @@ def state(store: Path) -> State:
         return None
 
 
-def untidy(store: Path) -> list[str]:
+def list_unnamed_files(store: Path) -> list[str]:
     """Return the files of a datastore that its generation does not name."""
     manifest = manifests.read_manifest(store)
     named = {"MANIFEST", "LOCK", *(file.name for file in manifest.files)}
@@ -217,9 +217,9 @@ class _Calls:
 
         os.fsync = fsync
         file_io.WholeWriter.write = write  # type: ignore[method-assign]
-        sys.addaudithook(self.hear)
+        sys.addaudithook(self.note_event)
 
-    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def note_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS and isinstance(arguments[0], (str, os.PathLike)) and os.fspath(arguments[0]).startswith(self.folder):
             self.pass_by()
 

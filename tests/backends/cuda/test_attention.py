@@ -343,10 +343,10 @@ def compiled() -> None:
             num_stages=stages,
             num_warps=warps,
         )  # fmt: skip
-        print(kernel.summary())
+        print(kernel.summarize())
         check_limits(kernel, capability)
         kind = f"m64n{columns}k16" if capability == 90 else "m16n8k16"
-        assert {kind in name for name in kernel.mma} == {True}, kernel.summary()
+        assert {kind in name for name in kernel.mma} == {True}, kernel.summarize()
         assert f"warpsPerCTA = [{warps}, 1]" in kernel.ttgir, "the order in which weights are summed follows the layout of the scores"
         assert kernel.count(r"cp\.async\.cg") > 0, "loads of keys and values are not pipelined"
         assert kernel.count(r"fma\.rn") == 0

@@ -106,10 +106,10 @@ def compiled() -> None:
         for fn, constants, warps in launches:
             constants["OVERLAP"] = capability >= 90
             kernel = compile_kernel(fn, types, constants, capability=capability, num_warps=warps)
-            print(capability, name, width, kernel.summary(), flush=True)
+            print(capability, name, width, kernel.summarize(), flush=True)
             check_limits(kernel, capability)
-            assert kernel.count(r"fma\.rn\.f32") == 0, kernel.summary()
-            assert kernel.count(r"ld\.global\.v4"), kernel.summary()
+            assert kernel.count(r"fma\.rn\.f32") == 0, kernel.summarize()
+            assert kernel.count(r"ld\.global\.v4"), kernel.summarize()
             _, waited, rest = kernel.ptx.rpartition("griddepcontrol.wait")
             assert bool(waited) == (capability >= 90)
             assert kernel.count("ld.global") == rest.count("ld.global"), "it reads what an earlier kernel may not have written"

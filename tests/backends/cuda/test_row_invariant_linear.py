@@ -127,10 +127,10 @@ def compiled() -> None:
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
-            print(capability, tile, kernel.summary(), flush=True)
+            print(capability, tile, kernel.summarize(), flush=True)
             check_limits(kernel, capability)
             before, waited, _ = kernel.ptx.partition("griddepcontrol.wait")
-            assert bool(waited) == ("prefetch.global.L2" in before) == (capability >= 90), kernel.summary()
+            assert bool(waited) == ("prefetch.global.L2" in before) == (capability >= 90), kernel.summarize()
             assert not waited or not re.search(r"ld\.global|cp\.async", before), "it reads what an earlier kernel may not have written"
             if item == 4:
                 assert not kernel.mma
