@@ -46,7 +46,7 @@ def open_hf(
     folder: str, *, device: str, dtype: str, threads: int, max_tokens: int, temperature: float, seed: int, eos: list[int],
     lookup: int | None = None, exit_share: float | None = None, our_drafts: dict | None = None,
 ) -> Opened:  # fmt: skip
-    """transformers' `generate` with its own cache.
+    """Return how transformers' `generate` completes prompts, with its own cache.
 
     With prompt lookup of `lookup` tokens, or assisted by the share `exit_share` of its layers, or with our drafts (`our_drafts`: their
     `datastore` and `depth`).
@@ -86,7 +86,7 @@ def open_vllm(
     folder: str, *, dtype: str, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int], speculation: dict | None,
     **more: object,
 ) -> Opened:  # fmt: skip
-    """vLLM compiled, with its defaults and `more` options of its own. Its threads are set by the environment."""
+    """Return how vLLM completes prompts: compiled, with its defaults and `more` options. The environment sets its threads."""
     import vllm
 
     model = vllm.LLM(folder, dtype=dtype, max_model_len=max_len, speculative_config=speculation, **more)
@@ -107,7 +107,7 @@ def open_llama(
     gguf: str, *, threads: int, max_len: int, max_tokens: int, temperature: float, seed: int, eos: list[int] | None,
     lookup: int | None = None, our_drafts: dict | None = None,
 ) -> Opened:  # fmt: skip
-    """llama.cpp through llama-cpp-python. Nothing is kept between prompts.
+    """Return how llama.cpp completes prompts, through llama-cpp-python. Nothing is kept between prompts.
 
     With its prompt lookup of `lookup` tokens, or with our drafts (`our_drafts`: their `tokenizer`, `datastore` and `depth`). `eos` None:
     texts end at the end-of-generation tokens that llama.cpp finds in the file. Two further requests: `{"eog": true}` -> `{"eog": [ids]}`,

@@ -24,7 +24,7 @@ from itertools import cycle, pairwise
 from typing import Any
 
 from benchmarks import common
-from benchmarks.common import say
+from benchmarks.common import print_progress
 from benchmarks.server_process import serve
 
 
@@ -185,7 +185,7 @@ def require_calls(client: Any, asked: dict[str, Any], turns: int) -> TurnCounts:
         for call in message.tool_calls or ():
             result = RUN[call.function.name](**json.loads(call.function.arguments)) if fits else "no such call"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
-            say(f"{turn + 1}: {call.function.name}({call.function.arguments}) -> {result}")
+            print_progress(f"{turn + 1}: {call.function.name}({call.function.arguments}) -> {result}")
     return counts
 
 
@@ -204,10 +204,10 @@ def let_choose(client: Any, asked: dict[str, Any], turns: int) -> TurnCounts:
         for call in message.tool_calls or ():
             result = project.run(call.function.name, json.loads(call.function.arguments)) if fits else "error: the call does not fit"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-            say(f"{turn + 1}: {call.function.name}({call.function.arguments}) -> {result!r}")
+            print_progress(f"{turn + 1}: {call.function.name}({call.function.arguments}) -> {result!r}")
         left -= 1
         if not message.tool_calls or not left:
-            say(f"{turn + 1}: {message.content!r}")
+            print_progress(f"{turn + 1}: {message.content!r}")
             messages.append({"role": "user", "content": next(tasks)})
             left = 4
     return counts

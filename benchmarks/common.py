@@ -292,7 +292,7 @@ def run_in_turns(measures: Mapping[str, Callable[[], T]], repeat: int, warm_up: 
             value = measures[name]()
             if n > 0:
                 results[name].append(value)
-        say(f"round {n} of {repeat}")
+        print_progress(f"round {n} of {repeat}")
     return results
 
 
@@ -390,6 +390,6 @@ def print_document(document: dict[str, Any]) -> None:
     print(json.dumps(document, ensure_ascii=False), flush=True)
 
 
-def say(message: str) -> None:
-    """Print progress, to standard error."""
+def print_progress(message: str) -> None:
+    """Print a line about the progress to standard error."""
     print(message, file=sys.stderr, flush=True)

@@ -80,12 +80,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_open(args: argparse.Namespace) -> dict[str, Any]:
-    """How long does opening take?"""
+    """Measure how long opening takes, in milliseconds."""
     ensure_store(args)
     store = Datastore.open(args.store)
     code = (
-        "import sys; from benchmarks.common import timed; from ngramspec.datastore.reader import Datastore; "
-        "print(timed(lambda: Datastore.open(sys.argv[1])))"
+        "import sys; from benchmarks.common import time_ms; from ngramspec.datastore.reader import Datastore; "
+        "print(time_ms(lambda: Datastore.open(sys.argv[1])))"
     )
     times = {
         "mapped": [common.time_ms(lambda: Datastore.open(args.store)) for _ in range(args.repeat)],
@@ -100,7 +100,7 @@ def run_open(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_lookup(args: argparse.Namespace) -> dict[str, Any]:
-    """How long does a look-up with its tree take?"""
+    """Measure how long a look-up with its tree takes, in µs per sequence."""
     corpus = ensure_store(args)
     store = Datastore.open(args.store)
     for segment in store.snapshot.segments:
@@ -120,7 +120,7 @@ def run_lookup(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_size(args: argparse.Namespace) -> dict[str, Any]:
-    """How many bytes does a token take?"""
+    """Measure how many bytes a token takes on disk."""
     ensure_store(args)
     store = Datastore.open(args.store)
     sections = dict.fromkeys(layout.SECTIONS, 0)
@@ -157,7 +157,7 @@ def measure_lookups(store: Datastore, corpus: Corpus, first: int, last: int, fol
         groups = {name: Group(store, corpus, first, last, rng) for name in ("batch", "alone", "call", "propose")}
         for _ in range(STEPS if follow else 1):
             for name, group in groups.items():
-                contexts, fresh, matcher = group.contexts(), group.fresh, group.matcher
+                contexts, fresh, matcher = group.make_contexts(), group.fresh, group.matcher
                 if name == "batch":
                     busy_start, start = time.thread_time(), time.perf_counter()
                     made = propose_batch(matcher.work, slots, contexts, fresh)
@@ -173,7 +173,7 @@ def measure_lookups(store: Datastore, corpus: Corpus, first: int, last: int, fol
                     for b in range(8):
                         some = (slots[b : b + 1], contexts[b : b + 1], fresh[b : b + 1])
                         found[name].append(common.time_ms(lambda call=call, some=some: call(*some)) * 1e3)
-                appended = group.advance(name == "batch")
+                appended = group.append_accepted(name == "batch")
                 if name == "batch":
                     found["right"].append(appended.mean() - 1)
     figures = {
@@ -195,23 +195,23 @@ class Group:
         self.fresh = np.full(BATCH, -1, np.int32)
         self.matcher = Matcher([store.snapshot], BATCH, max_match=MAX_MATCH)
 
-    def contexts(self) -> np.ndarray:
-        """Return [BATCH, MAX_MATCH] int32, newest first."""
+    def make_contexts(self) -> np.ndarray:
+        """Return the last tokens of each sequence [BATCH, MAX_MATCH] int32, newest first."""
         back = self.places[:, None] - 1 - np.arange(MAX_MATCH)
         return self.tokens[back].astype(np.int32)
 
-    def advance(self, drafted: bool) -> np.ndarray:
+    def append_accepted(self, drafted: bool) -> np.ndarray:
         """Append what a tree of the batch got right and one more token; groups without a batch's trees go on by three -> [BATCH] int32."""
         self.fresh = np.full(BATCH, 3, np.int32)
         if drafted:
             texts = self.tokens[self.places[:, None] + np.arange(24)].astype(np.int32)
-            self.fresh = np.array([1 + accepted(self.matcher.work, i, text) for i, text in enumerate(texts)], np.int32)
+            self.fresh = np.array([1 + count_accepted(self.matcher.work, i, text) for i, text in enumerate(texts)], np.int32)
         self.places = self.places + self.fresh
         return self.fresh
 
 
 @njit
-def accepted(work, b, text):
+def count_accepted(work, b, text):
     """Return the length of the path of the batch's tree b that is the text's beginning."""
     start = carray(pointer(work[OUT_START]), BATCH + 1, np.int64)
     tokens = carray(pointer(work[OUT_TOKENS]), start[BATCH], np.int32)
@@ -251,7 +251,7 @@ def ensure_store(args: argparse.Namespace) -> Corpus:
     corpus = read_corpus(args.corpus, args.model, args.tokens)
     try:
         n_tokens = Datastore.open(args.store).n_tokens
-        common.say(f"{args.store} has {n_tokens:,} tokens")
+        common.print_progress(f"{args.store} has {n_tokens:,} tokens")
     except DatastoreNotFoundError:
         write_store(args.store, corpus, args.tokens)
     return corpus
@@ -288,9 +288,9 @@ def make_corpus(path: Path, model: str, n_tokens: int) -> None:
             parts.append(np.array(encoded[0].ids, layout.choose_token_dtype(vocab_size)))
             total += len(parts[-1])
             if len(parts) % 500 == 0:
-                common.say(f"{total:,} tokens of {len(parts):,} files")
+                common.print_progress(f"{total:,} tokens of {len(parts):,} files")
     if total < n_tokens:
-        common.say(f"the installed packages have {total:,} tokens only, {n_tokens:,} were wanted")
+        common.print_progress(f"the installed packages have {total:,} tokens only, {n_tokens:,} were wanted")
     ends = [min(text.count("\n"), 255) for text in tokenizer.batch_decode([[i] for i in range(vocab_size)])]
     np.savez(path, tokens=np.concatenate(parts), offsets=np.cumsum([0, *map(len, parts)]), line_ends=np.array(ends, np.uint8))
 
@@ -305,7 +305,7 @@ def write_store(folder: Path, corpus: Corpus, n_tokens: int) -> None:
     docs["path_bytes"] = [len(name) for name in names]
     docs["path_offset"] = np.cumsum(docs["path_bytes"]) - docs["path_bytes"]
     tokens = np.insert(corpus.tokens[: offsets[-1]].astype(dtype), offsets[1:], layout.get_separator(dtype.itemsize))
-    common.say(f"sorting {len(tokens):,} tokens")
+    common.print_progress(f"sorting {len(tokens):,} tokens")
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = hashlib.sha256(b"benchmark").hexdigest()
     entry = segment_writer.sort_and_write(

@@ -33,7 +33,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks import common
-from benchmarks.common import say
+from benchmarks.common import print_progress
 from ngramspec.datastore import Datastore, corpus, segment_writer
 from ngramspec.datastore.build import BATCH_CHARS, build, read_corpus
 from ngramspec.datastore.format import compute_suffix_width, get_separator
@@ -69,7 +69,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_build(args: argparse.Namespace) -> dict[str, Any]:
-    """How long does building take, against tokenizing and sorting alone?"""
+    """Measure how long building takes, against tokenizing and sorting alone."""
     tokenizer = load_tokenizer(args.model).backend_tokenizer
     with tempfile.TemporaryDirectory() as folder:
         n_files = write_corpus(Path(folder) / "corpus", args.paths, megabytes=args.megabytes)
@@ -82,14 +82,14 @@ def run_build(args: argparse.Namespace) -> dict[str, Any]:
         tokens = np.concatenate([np.array([get_separator(tokens.itemsize)], tokens.dtype), tokens])
         last: dict[str, Any] = {}
 
-        def whole() -> None:
+        def build_store() -> None:
             with peak_memory(last):
                 last["summary"] = build([Path(folder) / "corpus"], Path(folder) / "store", tokenizer, args.model, options=PYTHON)
 
         works = {
             "tokenizing": lambda: tokenize_alone(tokenizer, documents),
             "sorting": lambda: sort_suffixes(tokens, compute_suffix_width(len(tokens))),
-            "build": whole,
+            "build": build_store,
         }
         times = common.run_in_turns({name: partial(common.time_ms, work) for name, work in works.items()}, args.repeat, warm_up=0)
     seconds = {name: statistics.median(values) / 1e3 for name, values in times.items()}
@@ -115,7 +115,7 @@ def run_build(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_update(args: argparse.Namespace) -> dict[str, Any]:
-    """How long after a change has the store seen it?"""
+    """Measure how long after a change the store has seen it."""
     tokenizer = load_tokenizer(args.model).backend_tokenizer
     with tempfile.TemporaryDirectory() as folder:
         home, store = Path(folder) / "corpus", Path(folder) / "store"
@@ -123,17 +123,17 @@ def run_update(args: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         summary = build([home], store, tokenizer, args.model, options=PYTHON)
         built = time.perf_counter() - started
-        say(f"{n_files} files, {summary.files} documents, {summary.tokens} tokens: {built:.1f} s")
+        print_progress(f"{n_files} files, {summary.files} documents, {summary.tokens} tokens: {built:.1f} s")
         files = sorted(home.rglob("*.py"))
         edits = itertools.count()
 
-        def change() -> None:
+        def change_files() -> None:
             for n in range(args.changed):
                 with files[(next(edits) * 7919 + n) % len(files)].open("a") as file:
                     file.write(f"\nEDIT_{next(edits)} = {n}\n")
 
-        def once() -> float:
-            change()
+        def time_update() -> float:
+            change_files()
             started = time.perf_counter()
             done = update(store)
             seconds = time.perf_counter() - started
@@ -141,9 +141,9 @@ def run_update(args: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"{args.changed} files changed, the update saw {done.added}")
             return seconds
 
-        here = [once() for _ in range(args.repeat)]
+        here = [time_update() for _ in range(args.repeat)]
         merged = Datastore.open(store).info()["segments"]
-        change()
+        change_files()
         command = [sys.executable, "-m", "ngramspec", "build-datastore", "-u", "-q", "-o", store]
         by_command = common.time_ms(lambda: subprocess.run(command, check=True)) / 1e3
         refreshes = watch_latencies(store, tokenizer, args.model, files, args.repeat)
@@ -201,7 +201,7 @@ def write_corpus(home: Path, paths: list[Path], *, megabytes: int | None = None,
 
 
 def tokenize_alone(tokenizer: Tokenizer, documents: list[corpus.Document]) -> None:
-    """The tokenizer's own call over all texts, in batches of a megabyte, nothing done with what it returns."""
+    """Run the tokenizer's own call over all texts, in batches of a megabyte, and do nothing with what it returns."""
     for batch in segment_writer.batch_documents(documents, 1 << 20):
         tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
 

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import common
-from benchmarks.common import Prompt, say
+from benchmarks.common import Prompt, print_progress
 from benchmarks.our_engine import FixedCost, FixedLength, OurEngine, add_stats, describe_engine, find_gguf_files
 from benchmarks.peers import (
     LLAMA_LOOKUP,
@@ -109,7 +109,7 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
         max_seqs=args.concurrency if args.per_turn else max(MAX_SEQS, args.concurrency),
         datastore=args.datastore,
         recycle=not args.no_recycle,
-        progress=say,
+        progress=print_progress,
         **common.get_engine_options(args),
         **options,
     )
@@ -130,7 +130,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     if args.trace:
         recital = Recital(prompts)
         engine.use(acceptance=recital)
-        by_prompt = partial(recital.params, params)
+        by_prompt = partial(recital.make_params, params)
     contenders: dict[str, Contender] = {"off": OurEngine(engine, by_prompt, False), "on": OurEngine(engine, by_prompt)}
     for length in args.fixed_length:
         drafts = FixedLength(length, vocab_size=engine.vocab_size, max_seqs=max(MAX_SEQS, args.concurrency))
@@ -139,12 +139,12 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         task = make_peer_task(args, engine, params, max(len(prompt.ids) for prompt in prompts), stack) if args.against else None
         for name in args.against:
-            say(f"starting {name}")
+            print_progress(f"starting {name}")
             try:
                 contenders[name] = stack.enter_context(contextlib.closing(open_peer(name, task, args.vllm_python, args.llama_python)))
             except PeerAbsentError as error:
                 absent[name] = str(error)
-                say(f"{name} is absent: {error}")
+                print_progress(f"{name} is absent: {error}")
         warm_up(contenders, absent, [prompt.ids for prompt in prompts[: args.concurrency]])
         runs = compare(contenders, absent, prompts, args.per_turn or args.concurrency)
     source = "random" if args.random_prompts else args.prompts[-1].name if args.prompts else "library"
@@ -183,7 +183,7 @@ def compare_texts(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
             pairs = [(log.get(key | {"mode": first}), log.get(key | {"mode": name})) for key in keys.values()]
             row[name] = sum(a["digest"] == b["digest"] for a, b in pairs)
             n_tokens += sum(b["tokens"] for _, b in pairs)
-            say(f"{name} {path.stem}: {row[name]} of {len(prompts)} are as {first}")
+            print_progress(f"{name} {path.stem}: {row[name]} of {len(prompts)} are as {first}")
     return {
         "model": args.model,
         "identical": all(n == row["prompts"] for row in result.values() for n in row.values()),
@@ -351,7 +351,7 @@ def compare(
                 runs[name].append(run)
         rates = "  ".join(f"{name} {find_rate(runs[name]):.1f}" for name in contenders)
         same = f"identical {count_identical(runs['off'], runs['on'])}  " if "on" in runs else ""
-        say(f"{n}/{len(groups)}  {same}tok/s: {rates}")
+        print_progress(f"{n}/{len(groups)}  {same}tok/s: {rates}")
         now = time.perf_counter()
         if now - start + (now - round_start) / 2 > budget_s:
             break
@@ -374,7 +374,7 @@ def complete_or_drop(name: str, contenders: dict[str, Contender], absent: dict[s
     except PeerAbsentError as error:
         absent[name] = str(error)
         del contenders[name]
-        say(f"{name} stopped: {error}")
+        print_progress(f"{name} stopped: {error}")
         return None
     run.wall_s = time.perf_counter() - start
     return run

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the JSON document. Raises what `Engine` raises."""
     options = common.get_engine_options(args)
-    engines = {name: Engine(args.model, progress=common.say, **options | {"precision": name}) for name in ("float32", "int8")}
+    engines = {name: Engine(args.model, progress=common.print_progress, **options | {"precision": name}) for name in ("float32", "int8")}
     for engine in engines.values():
         engine.close()  # passes run in this thread
     engine = engines["float32"]
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if args.against:
                 pieces["llama"] = read_llama_logits(llama, text, engine.vocab_size, scratch / "logits")
             n_tokens += add_text(text, pieces, sums)
-            common.say(
+            common.print_progress(
                 f"text {n} of {len(texts)}, {n_tokens} tokens: " + "  ".join(f"KL {k} {s.kl / n_tokens:.5f}" for k, s in sums.items())
             )
     document = {

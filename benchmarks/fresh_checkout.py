@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.common import say
+from benchmarks.common import print_progress
 from benchmarks.server_process import ServerProcess, open_url, serve
 from ngramspec.datastore import file_filters
 
@@ -58,7 +58,7 @@ def run_repo(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ngramspec-repo-") as folder:
         tree, environment = Path(folder) / "checkout", {"NGRAMSPEC_CACHE": str(Path(folder) / "cache")}
         n_files = make_checkout(tree, args.sources or [Path(sysconfig.get_path(name)) for name in ("purelib", "stdlib")], args.files)
-        say(f"{n_files} files in {tree}")
+        print_progress(f"{n_files} files in {tree}")
         with serve(model, environment, **OPTIONS) as process:  # what the model's own first start converts is there then
             complete(process, PROMPTS[0])
         on_tree = {**OPTIONS, "repo": tree, "admin_on_loopback": True}
@@ -66,10 +66,10 @@ def run_repo(args: argparse.Namespace) -> dict[str, Any]:
             before = read_store(process)["state"]
             complete(process, PROMPTS[0])
             first_s, states = process.age_s, [before, read_store(process)["state"]]
-            say(f"the first completion after {first_s:.1f} s, the store: {states}")
+            print_progress(f"the first completion after {first_s:.1f} s, the store: {states}")
             during = [time_passes(process, PROMPTS) for _ in wait_for_store(process, lambda store: store["ready"], PAUSE_S)]
             build_s = process.age_s
-            say(f"drafts from the store after {build_s:.1f} s")
+            print_progress(f"drafts from the store after {build_s:.1f} s")
             for _ in wait_for_store(process, lambda store: store["state"] == "followed", 0.02):
                 pass
             after = [time_passes(process, PROMPTS) for _ in range(max(len(during), 10))]
@@ -172,7 +172,7 @@ def save_line(process: ServerProcess, tree: Path, number: int) -> float:
         tokens = complete(process, prompt, 8)["choices"][0]["ngramspec"]["tokens"]
         if any(str(file) in (token["source"] or "") for token in tokens):
             took = time.perf_counter() - saved
-            say(f"saved line {number}: drafted from after {took:.2f} s")
+            print_progress(f"saved line {number}: drafted from after {took:.2f} s")
             return took
         time.sleep(0.05)
     raise SystemExit(f"what was saved in {file} was never drafted from: {tokens}")

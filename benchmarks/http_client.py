@@ -105,8 +105,8 @@ class Connection:
             if line.startswith(b"data: "):
                 yield line[6:].strip()
 
-    def leave(self, way: str) -> None:
-        """Go away without a word to the server but what the way says. After "half-close" the socket is still to be closed."""
+    def drop(self, way: str) -> None:
+        """Leave in one of WAYS, without another word to the server. After "half-close" the socket is still to be closed."""
         if way == "half-close":
             self.writer.write_eof()
             return

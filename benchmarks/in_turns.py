@@ -25,7 +25,7 @@ class InTurns:
         self._whose: str | None = next(iter(self._made))
         self._since = time.perf_counter()
 
-    def clock(self, name: str) -> float:
+    def read_clock(self, name: str) -> float:
         """Return seconds that this engine has had."""
         with self._changed:
             return self._seconds[name] + (time.perf_counter() - self._since if self._whose == name else 0.0)
@@ -40,12 +40,12 @@ class InTurns:
             if self._whose == name and time.perf_counter() - self._since >= self._turn_s:
                 self._pass_on()
 
-    def made(self, name: str, n_tokens: int) -> None:
+    def count_tokens(self, name: str, n_tokens: int) -> None:
         """Add tokens that this engine made."""
         self._made[name] += n_tokens
 
-    def leave(self, name: str) -> None:
-        """This engine has nothing more to do; what it does nevertheless waits for nobody."""
+    def remove(self, name: str) -> None:
+        """Take out an engine that has nothing more to do; what it does nevertheless waits for nobody."""
         with self._changed:
             del self._made[name]
             if self._whose == name:  # else another one may be in the middle of a step

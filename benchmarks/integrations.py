@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.common import Prompt, say
+from benchmarks.common import Prompt, print_progress
 from benchmarks.our_engine import find_gguf_files
 from benchmarks.peers import (
     HF_DRAFTS,
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def open_host(args: argparse.Namespace, mode: str, model: Path, folder: Path, settings: dict[str, Any]) -> Peer:
     """Start a host in a mode. `folder` has the tokenizer. Raises SystemExit."""
-    say(f"starting {args.host} with {mode}")
+    print_progress(f"starting {args.host} with {mode}")
     environment, rest_s, ours = {"PYTHONPATH": str(Path(__file__).parents[1])}, 0.0, mode == "ngramspec"  # this ngramspec, not another
     if args.host == "vllm":
         environment, rest_s = environment | make_vllm_environment(args.host_python, settings.pop("threads")), VLLM_REST_S
@@ -205,7 +205,7 @@ def run_turns(peers: dict[str, Peer], prompts: list[Prompt], concurrency: int) -
             runs[mode]["outputs"] += answer["outputs"]
             runs[mode]["seconds"] += answer["seconds"]
             runs[mode]["rates"].append(find_rate(answer))
-        say(f"turn {n} of {len(turns)}: " + ", ".join(f"{mode} {find_rate(run):.1f}" for mode, run in runs.items()))
+        print_progress(f"turn {n} of {len(turns)}: " + ", ".join(f"{mode} {find_rate(run):.1f}" for mode, run in runs.items()))
     return runs
 
 

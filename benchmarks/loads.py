@@ -6,7 +6,7 @@
 
 Every set of prompts is completed at every temperature with several requests under way, the next one coming as one ends, by an engine that
 drafts and by one that does not, which take turns of half a second (`in_turns`): what disturbs the machine disturbs both. Rates are those
-from when as many texts have ended as run at a time until the last request begins (`steady`): in between one begins for each that ends, with
+from when as many texts have ended as run at a time until the last request begins: in between one begins for each that ends, with
 drafts and without, so that both have as many prompts to compute for a text. Before, all begin together; behind it fewer and fewer run
 (`speedup_to_the_end` has all of it, and stands for sets that are too small). With several requests under way, texts are between half and
 one and a half times as long as `--max-tokens` says: were all equally long, those without drafts would begin and end together, with prompts
@@ -40,7 +40,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import common, decode
-from benchmarks.common import Prompt, say
+from benchmarks.common import Prompt, print_progress
 from benchmarks.in_turns import InTurns
 from benchmarks.our_engine import describe_engine
 from ngramspec import Engine, SamplingParams, Stats
@@ -85,40 +85,42 @@ class LoadedEngine:
 
     def learn(self, cost: CostModel) -> None:
         """Go on from this cost of passes; what a pass takes is measured while it is its turn."""
-        self.engine.core.timing = StepTimer(cost, self.clock)
+        self.engine.core.timing = StepTimer(cost, self.read_clock)
 
-    def clock(self) -> float:
-        """Return seconds."""
-        return time.perf_counter() if self._turns is None else self._turns.clock(self.name)
+    def read_clock(self) -> float:
+        """Return the seconds that this engine has had, or the time if it takes no turns."""
+        return time.perf_counter() if self._turns is None else self._turns.read_clock(self.name)
 
     def run(self, prompts: list[Prompt], params: list[SamplingParams], concurrency: int, turns: InTurns, runs: Runs) -> None:
         """Complete these prompts, some at a time, each with the parameters at its place."""
         self._turns = turns
         made, begun = list[tuple[float, int]](), list[float]()
         try:
-            with self._watched(turns, runs.host_ms, made):
+            with self._watch_steps(turns, runs.host_ms, made):
                 speculation = self.name != "off"
-                done = flow(self.engine, prompts, params, concurrency, lambda: begun.append(self.clock()), speculation=speculation)
+                done = complete_concurrently(
+                    self.engine, prompts, params, concurrency, lambda: begun.append(self.read_clock()), speculation=speculation
+                )
         finally:
-            turns.leave(self.name)
-            end, self._turns = self.clock(), None
+            turns.remove(self.name)
+            end, self._turns = self.read_clock(), None
         runs.seconds.append(end)
-        first, last = steady(begun, concurrency, 0.0, end)
+        first, last = find_steady_time(begun, concurrency, 0.0, end)
         runs.full.append((sum(n for at, n in made if first < at <= last), last - first))
         for completion in done:
             runs.outputs.append(completion.token_ids)
             runs.stats.add(completion.stats)
 
     @contextmanager
-    def _watched(self, turns: InTurns, host_ms: list[float], made: list[tuple[float, int]]) -> Iterator[None]:
+    def _watch_steps(self, turns: InTurns, host_ms: list[float], made: list[tuple[float, int]]) -> Iterator[None]:
         """Have steps wait for their turn. Adds what each takes beyond its pass (of several in one call, their mean), and when it was over
         with how many tokens. The engine is idle before and after."""
         core, runner, timing = self.engine.core, self.engine.runner, self.engine.core.timing
         step, forward, natively, count, passes_ms = core.step, runner.forward, core.native_steps.run, timing.add_tokens, list[float]()
 
-        def counted(n_tokens: int) -> None:
-            made.append((self.clock(), n_tokens))
-            turns.made(self.name, n_tokens)
+        def add_tokens(n_tokens: int) -> None:
+            made.append((self.read_clock(), n_tokens))
+            turns.count_tokens(self.name, n_tokens)
             count(n_tokens)
 
         def timed_forward(batch: Batch) -> Output:
@@ -149,7 +151,7 @@ class LoadedEngine:
             mock.patch.object(core, "step", timed_step),
             mock.patch.object(runner, "forward", timed_forward),
             mock.patch.object(core.native_steps, "run", timed_natively),
-            mock.patch.object(timing, "add_tokens", counted),
+            mock.patch.object(timing, "add_tokens", add_tokens),
         ):
             yield
 
@@ -159,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     log = common.ResultLog(args.log)
     disturbed = disturbed_cost(args) if args.disturbed else None
     with ExitStack() as stack:
-        contenders = [LoadedEngine(name, stack.enter_context(opened(name, args))) for name in names(args)]
+        contenders = [LoadedEngine(name, stack.enter_context(open_contender(name, args))) for name in list_contender_names(args)]
         off, on = contenders[:2]
         sets = {path.stem: common.read_prompts(path, off.engine.tokenizer) for path in args.prompts}
         if args.random_prompts:
@@ -172,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 each.engine.complete(first.ids[:64], SamplingParams(max_tokens=16, temperature=1.0), speculation=speculation)
             each.learn(disturbed if disturbed is not None and each.name == "disturbed" else copy.deepcopy(off.engine.core.cost))
             if each.name == "disturbed":
-                settle(each, [prompt for prompts in sets.values() for prompt in prompts])
+                learn_cost(each, [prompt for prompts in sets.values() for prompt in prompts])
         rows = []
         for name, prompts in sets.items():
             fitting = [prompt for prompt in prompts if len(prompt.ids) + 3 * args.max_tokens // 2 <= off.engine.max_model_len]
@@ -187,14 +189,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                     }
                     row = log.get(key)
                     if row is None:
-                        some = mixed(common.pick_evenly(fitting, most_prompts(args, concurrency)), concurrency)
-                        row = {"key": key, **cell(contenders, Cell(some, unrelated, concurrency), temperature, args)}
+                        some = mix_prompts(common.pick_evenly(fitting, most_prompts(args, concurrency)), concurrency)
+                        row = {"key": key, **measure_cell(contenders, Cell(some, unrelated, concurrency), temperature, args)}
                         log.add(row)
                     rows.append(row)
-                    say(f"{name} at {temperature}, {concurrency} at a time: {row['rounds']}, {row['identical']}/{row['prompts']} identical")
+                    print_progress(
+                        f"{name} at {temperature}, {concurrency} at a time: {row['rounds']}, {row['identical']}/{row['prompts']} identical"
+                    )
         document = {
             "model": args.model,
-            **summary(rows),
+            **summarize_rows(rows),
             "passes": on.engine.core.cost.summarize_predictions(),
             **describe_engine(on.engine),
         }
@@ -204,16 +208,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.print_document(document | {"settings": settings} | common.describe_machine(args.device, threads))
 
 
-def names(args: argparse.Namespace) -> list[str]:
+def list_contender_names(args: argparse.Namespace) -> list[str]:
     """Return the names of the contenders."""
     others = {"store": args.datastore, "unrelated": args.unrelated, "disturbed": args.disturbed}
     return ["off", "on", *(name for name, wanted in others.items() if wanted)]
 
 
-def opened(name: str, args: argparse.Namespace) -> Engine:
+def open_contender(name: str, args: argparse.Namespace) -> Engine:
     """Return a contender's engine."""
     stores = [args.datastore] if name == "store" else []
-    return Engine(args.model, max_seqs=max_seqs(args), datastore=stores, progress=say, **common.get_engine_options(args))
+    return Engine(args.model, max_seqs=max_seqs(args), datastore=stores, progress=print_progress, **common.get_engine_options(args))
 
 
 def max_seqs(args: argparse.Namespace) -> int:
@@ -264,17 +268,17 @@ def disturbed_cost(args: argparse.Namespace) -> CostModel:
     with (
         tempfile.TemporaryDirectory() as cache,
         mock.patch.dict(os.environ, NGRAMSPEC_CACHE=cache),
-        busy(),
-        Engine(args.model, progress=say, **common.get_engine_options(args)) as engine,
+        occupy_cores(),
+        Engine(args.model, progress=print_progress, **common.get_engine_options(args)) as engine,
     ):
         cost = copy.deepcopy(engine.core.cost)
-    say("disturbed: " + ", ".join(f"{n:.0f} rows {ms:.1f} ms" for n, ms in zip(cost.counts, cost.times, strict=True)))
+    print_progress("disturbed: " + ", ".join(f"{n:.0f} rows {ms:.1f} ms" for n, ms in zip(cost.counts, cost.times, strict=True)))
     return cost
 
 
 @contextmanager
-def busy() -> Iterator[None]:
-    """Every core computes, in processes of their own."""
+def occupy_cores() -> Iterator[None]:
+    """Keep every core computing, in processes of their own."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: sum(range(10**6))"]) for _ in range(os.cpu_count() or 1)]
     try:
         yield
@@ -284,7 +288,7 @@ def busy() -> Iterator[None]:
             other.wait()
 
 
-def settle(contender: LoadedEngine, prompts: list[Prompt]) -> None:
+def learn_cost(contender: LoadedEngine, prompts: list[Prompt]) -> None:
     """Let `SETTLED` passes with drafts teach it what they take."""
     engine = contender.engine
     engine.use(speculator=TreeProposer(DraftOptions(vocab_size=engine.vocab_size)))
@@ -302,7 +306,7 @@ class Cell:
     concurrency: int
 
 
-def cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+def measure_cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
     """Return a row of the JSON document."""
     lengths = [args.max_tokens] * len(what.prompts) if what.concurrency == 1 else vary_lengths(args.max_tokens, len(what.prompts))
     params = [SamplingParams(max_tokens=n, temperature=temperature, seed=1) for n in lengths]
@@ -316,7 +320,7 @@ def cell(contenders: list[LoadedEngine], what: Cell, temperature: float, args: a
                 speculator.use_datastores(engine.datastores, [])
             engine.use(speculator=speculator)
             if each.name == "unrelated":
-                flow(engine, what.unrelated, [params[0]] * len(what.unrelated), 16)
+                complete_concurrently(engine, what.unrelated, [params[0]] * len(what.unrelated), 16)
         begin = n * len(what.prompts) // rounds
         prompts, of_each = (one[begin:] + one[:begin] for one in (what.prompts, params))
         turns = InTurns(each.name for each in contenders[:: 1 if n % 2 == 0 else -1])
@@ -346,7 +350,7 @@ def vary_lengths(mean: int, n: int) -> list[int]:
     return [round(mean * (0.5 + i * GOLDEN % 1)) for i in range(n)]
 
 
-def mixed(prompts: list[Prompt], concurrency: int) -> list[Prompt]:
+def mix_prompts(prompts: list[Prompt], concurrency: int) -> list[Prompt]:
     """Return prompts in an order in which as many as run at a time are like all of them.
 
     A file is sorted by what it asks for, and its parts take more or less time without drafts, too.
@@ -355,7 +359,7 @@ def mixed(prompts: list[Prompt], concurrency: int) -> list[Prompt]:
     return [prompt for first in range(waves) for prompt in prompts[first::waves]]
 
 
-def steady(begun: list[float], concurrency: int, start: float, end: float) -> tuple[float, float]:
+def find_steady_time(begun: list[float], concurrency: int, start: float, end: float) -> tuple[float, float]:
     """Return the time from when as many texts have ended as run at a time until the last one begins, or all of the time if these are few.
 
     `begun`: when each began, which after the first ones is when another has ended.
@@ -372,7 +376,7 @@ def rate(full: list[tuple[int, float]]) -> float:
     return sum(n for n, _ in full) / max(sum(seconds for _, seconds in full), 1e-9)
 
 
-def flow(
+def complete_concurrently(
     engine: Engine,
     prompts: list[Prompt],
     params: list[SamplingParams],
@@ -397,7 +401,7 @@ def by_source(stats: Stats) -> dict[str, tuple[int, float, int]]:
     }
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     loads = sorted({row["key"]["concurrency"] for row in rows})
     promises = [
         (round(expected / max(made, 1), 3), f"{name} of {row['key']['set']} at {row['key']['temperature']}, {row['key']['concurrency']}")

@@ -43,7 +43,7 @@ class CountedCost(CostModel):
     """A cost model that also adds up what steps without a part of a prompt cost at set prices, the same whatever disturbs them."""
 
     def __init__(self, cost: CostModel, prices: np.ndarray) -> None:
-        """`prices`: [R+1] float64, of a pass with T rows at index T."""
+        """Wrap a cost model. `prices` [R+1] float64: what a pass with T rows costs, at index T."""
         self.cost, self.prices, self.paid = cost, prices, 0.0
         self.counts, self.max_rows = cost.counts, cost.max_rows
 
@@ -74,8 +74,8 @@ class OurEngine:
         predictions: Mapping[tuple[int, ...], list[int]] | None = None,
         **parts: Any,
     ) -> None:
-        """`params`: of every prompt, or by prompt; `predictions`: expected outputs by prompt; `parts`: as `Engine.use` takes them, by
-        default the drafts that the engine has now."""
+        """Set how prompts are completed. `params`: of every prompt, or by prompt; `predictions`: expected outputs by prompt; `parts`: as
+        `Engine.use` takes them, by default the drafts that the engine has now."""
         self.engine, self.speculation, self.predictions = engine, speculation, predictions or {}
         self.params = (lambda _: params) if isinstance(params, SamplingParams) else params
         self.parts = {"speculator": engine.speculator} | parts

@@ -157,7 +157,7 @@ class Peer:
     def __init__(
         self, python: Path, kind: str, model: Path | str, settings: dict[str, Any], environment: dict[str, str], rest_s: float = 0.0
     ) -> None:
-        """`rest_s`: seconds for which the process still uses a core after it has answered."""
+        """Start the process. `rest_s`: seconds for which the process still uses a core after it has answered."""
         self.rest_s = rest_s
         self.log = tempfile.TemporaryFile("w+", prefix="ngramspec-peer-")  # noqa: SIM115
         worker = Path(__file__).with_name("_peer_worker.py")

@@ -99,7 +99,7 @@ class Recital(ExactMatch):
         self.outputs = {tuple(prompt.ids): np.array(prompt.output, np.int32) for prompt in prompts if prompt.output}
         self._known: WeakKeyDictionary[Sequence, np.ndarray | None] = WeakKeyDictionary()
 
-    def params(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+    def make_params(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
         """Return the parameters with which the prompt's recorded output is written to its end."""
         output = self.outputs.get(tuple(prompt))
         return params if output is None else dataclasses.replace(params, max_tokens=len(output), ignore_eos=True)

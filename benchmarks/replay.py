@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common, vllm_replay
-from benchmarks.common import SLOPES, print_table, say
+from benchmarks.common import SLOPES, print_progress, print_table
 from benchmarks.recordings import read_traces
 from benchmarks.replayed import (
     FIGURES,
@@ -63,10 +63,10 @@ def make_drafters(
         variants |= {"+datastore": {"stores": stores}, "+lookup": {"stores": stores, "similar": False}}
     variants |= {"": {}, "+answers": {"answers": True}, "+recycled": {"answers": True, "vocab_size": vocab_size}}
 
-    def make(slope: float, predicted: bool = False, **options: Any) -> Replayed:
+    def make_replayed(slope: float, predicted: bool = False, **options: Any) -> Replayed:
         return ReplayedProposer(make_proposer(**options), 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1), stops, predicted=predicted)
 
-    ours = {f"ngramspec{name}-{cost}": partial(make, SLOPES[cost], **more) for name, more in variants.items() for cost in SLOPES}
+    ours = {f"ngramspec{name}-{cost}": partial(make_replayed, SLOPES[cost], **more) for name, more in variants.items() for cost in SLOPES}
     return {**ours, "ngram-chain": Chain}
 
 
@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
             traces = read_traces(path, tokenizer, args.limit, max_out, predicted)
             results = sets[path.stem] = {}
             for name, make in chosen.items():
-                say(f"{path.stem}: {name}")
+                print_progress(f"{path.stem}: {name}")
                 results[name] = replay(make(), traces)
             print(f"\n{path.stem}: {len(traces)} traces, {sum(len(t.output) for t in traces)} tokens")
             print_table(["drafter", *FIGURES], [[name, *(r[key] for key in FIGURES)] for name, r in results.items()])

@@ -97,7 +97,7 @@ class ReplayedProposer(Replayed):
 def make_proposer(
     *, answers: bool = False, stores: Sequence[Datastore] = (), similar: bool = True, vocab_size: int = 0, **more: Any
 ) -> TreeProposer:
-    """`vocab_size` above 0: with the model's own candidates, where the traces have them."""
+    """Return the merged drafter with these sources. `vocab_size` above 0: with the model's own candidates, where the traces have them."""
     stored = SuffixDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None
     if stored is not None:
         stored.wait_until_loaded()

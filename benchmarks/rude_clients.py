@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import say
+from benchmarks.common import print_progress
 from benchmarks.http_client import (
     WAYS,
     Connection,
@@ -123,11 +123,11 @@ async def measure_disconnects(server: ServerAddress, count: int, rng: random.Ran
             await wait_until_settled(server, lambda n, held=n_holders: n >= held)  # type: ignore[misc]
             for case in (case for case in cases if case[0] == phase):
                 for _ in range(shares[case]):
-                    took = await _leave(server, case, n_holders, rng, long_prompt)
+                    took = await _time_leaving(server, case, n_holders, rng, long_prompt)
                     leaked += took is None
                     freed[case].append(LEAKED_AFTER_S * 1e3 if took is None else took)
         await wait_until_settled(server, lambda n: n == 0, within_s=30)
-        say(f"disconnect: {phase}: {sum(map(len, freed.values()))} of {count}")
+        print_progress(f"disconnect: {phase}: {sum(map(len, freed.values()))} of {count}")
     metrics = await read_metrics(server)
     times = [value for values in freed.values() for value in values]
     # As many requests as the server takes at once: a place that was not given back would be missed.
@@ -152,7 +152,9 @@ async def measure_disconnects(server: ServerAddress, count: int, rng: random.Ran
     }
 
 
-async def _leave(server: ServerAddress, case: tuple[str, str, bool], n_holders: int, rng: random.Random, long_prompt: int) -> float | None:
+async def _time_leaving(
+    server: ServerAddress, case: tuple[str, str, bool], n_holders: int, rng: random.Random, long_prompt: int
+) -> float | None:
     """Ask, wait for the phase and leave. Return the ms until the server has no sequence more than before, None if it keeps it.
 
     A request in the first phases may have gone one phase on by the time its client is gone: what is measured stays the same.
@@ -175,7 +177,7 @@ async def _leave(server: ServerAddress, case: tuple[str, str, bool], n_holders: 
             if phase == "mid-stream":
                 await asyncio.sleep(0.05)
         left = time.perf_counter()
-        connection.leave(way)
+        connection.drop(way)
         freed = await wait_until_settled(server, lambda n: n <= n_holders, within_s=LEAKED_AFTER_S)
         return round((time.perf_counter() - left) * 1e3, 2) if freed else None
 
@@ -213,7 +215,7 @@ async def measure_soak(
             samples.append((sum(outcomes.values()), read_resources()))
             if len(samples) % 10 == 0:
                 last = samples[-1][1]
-                say(f"soak: {samples[-1][0]} requests, {last.anonymous_mib:.1f} MiB, {last.files} files, {last.threads} threads")
+                print_progress(f"soak: {samples[-1][0]} requests, {last.anonymous_mib:.1f} MiB, {last.files} files, {last.threads} threads")
 
     await asyncio.gather(watch(), *(run_client() for _ in range(SOAKING_CLIENTS)))
     warm = samples[int(len(samples) * WARM_UP_SHARE) :]
@@ -247,7 +249,7 @@ async def _send_any(server: ServerAddress, rng: random.Random) -> str:
         async with contextlib.aclosing(await Connection.open(server)) as connection:
             connection.send(path, body)
             await asyncio.sleep(rng.expovariate(1 / 0.1))
-            connection.leave(rng.choice(WAYS))
+            connection.drop(rng.choice(WAYS))
         return "abandoned"
     answer = await send_request(server, body, path)
     return "done" if answer.done else f"status {answer.status}" if answer.status else "lost"

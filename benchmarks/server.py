@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.threads = args.threads or 1  # more have nothing to share
             model = make_tiny(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-server-"))))
         for mode in MODES if args.mode == "all" else (args.mode,):
-            common.say(f"{mode}: starting a server")
+            common.print_progress(f"{mode}: starting a server")
             settings = {"max_seqs": MAX_SEQS, "kv_memory": KV_BYTES} | ({"threads": args.threads} if args.threads else {})
             found[mode] = MODES[mode](model, settings, args, random.Random(args.seed))
             print_figures(mode, found[mode])
@@ -112,10 +112,10 @@ async def measure_capacity(server: ServerAddress, seconds: float, max_tokens: in
         if seconds > LONGEST_WINDOW_S:
             raise RuntimeError(f"no request was answered within {seconds:g} s")
         seconds *= 2
-        common.say(f"capacity: nothing came through; trying {seconds:g} s")
+        common.print_progress(f"capacity: nothing came through; trying {seconds:g} s")
         levels["closed"] = await _measure_closed_loop(send, seconds)
     for factor in ARRIVAL_FACTORS:
-        common.say(f"capacity: {factor} x {rate:.2f} requests a second")
+        common.print_progress(f"capacity: {factor} x {rate:.2f} requests a second")
         levels[f"{factor}x"] = await _measure_arrivals(send, factor * rate, seconds, rng)
     best = max(level["goodput_tok_s"] for level in levels.values())
     return {
@@ -204,7 +204,7 @@ def measure_overhead(model: str, settings: dict[str, Any], args: argparse.Namesp
 
         found: dict[str, Any] = {}
         for clients in OVERHEAD_CLIENTS:
-            common.say(f"overhead: {clients} clients")
+            common.print_progress(f"overhead: {clients} clients")
             contenders = {"alone": partial(measure_alone, clients), "served": partial(measure_served, clients)}
             measured = common.run_in_turns(contenders, args.rounds)
             ms = {name: [each for each, _ in rounds] for name, rounds in measured.items()}

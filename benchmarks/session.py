@@ -105,11 +105,11 @@ class Ring:
     def fill(self, functions: list[NewFunction]) -> None:
         """Take chunks from around functions that were visited before the session, until there are as many as it keeps."""
         for function in functions:
-            self.leave(function)
+            self.pick_around(function)
             while len(self._chunks) < self._size and self.update():
                 pass
 
-    def leave(self, function: NewFunction) -> None:
+    def pick_around(self, function: NewFunction) -> None:
         """Pick what stands around a function that has been written and saved."""
         for _ in range(2):
             self.pick(function.path, function.get_lines_around(CHUNK_LINES // 2), replaces=True)
@@ -304,7 +304,7 @@ def find_accepted(suggestion: str, coming: str) -> int:
 async def type_body(
     server: ReplayedServer, function: NewFunction, n_chars: int, max_tokens: int, think_s: float, rng: random.Random
 ) -> None:
-    """Type the first `n_chars` of the body, with the suggestions of a server."""
+    """Write the first `n_chars` of the body as a typist would, with the suggestions of a server."""
     spread = math.sqrt(math.log(1 + (KEY_DEVIATION_S / KEY_MEAN_S) ** 2))
     figures, body, at, shown = server.figures, function.body[:n_chars], 0, ""
     cpu = server.read_cpu_s()
@@ -417,15 +417,15 @@ async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction
                 await read_on(server, function, args.reading)
             await wait_for_each(server, function, args.requests, args.max_tokens, args.think if args.pauses else None)
             await type_body(server, function, args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
-            server.ring.leave(function)
+            server.ring.pick_around(function)
             await asyncio.gather(*server.warm_ups)  # the next server has the machine for itself
             server.warm_ups.clear()
-        common.say(f"{n + 1}/{len(functions)} functions: {function.name}")
+        common.print_progress(f"{n + 1}/{len(functions)} functions: {function.name}")
     edits = find_edits(args.new, args.edits) if args.edits else []
     for n, ((text, changed), order) in enumerate(zip(edits, common.order_turns(list(servers), len(edits)), strict=True)):
         for name in order:
             await edit_file(servers[name], text, changed, name == "predicted")
-        common.say(f"{n + 1}/{len(edits)} edits")
+        common.print_progress(f"{n + 1}/{len(edits)} edits")
 
 
 def parse_args() -> argparse.Namespace:
@@ -459,7 +459,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         servers = {}
         for name in args.contenders.split(","):
-            common.say(f"starting {name}")
+            common.print_progress(f"starting {name}")
             servers[name] = stack.enter_context(open_server(name, args))
             servers[name].ring = Ring(args.ring, args.seed)
         asyncio.run(replay(servers, functions, args))

@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace, cache: str) -> dict[str, Any]:
         contenders["llama"]()
     time_start(partial(open_ours, args, {}))
     first = contenders["ours"]()
-    common.say(f"first start: {first.seconds:.2f} s")
+    common.print_progress(f"first start: {first.seconds:.2f} s")
     starts = common.run_in_turns(contenders, args.repeat, warm_up=0)
     last = starts["ours"][-1]
     props = last.more["props"]
@@ -138,16 +138,16 @@ def count_file_bytes(model: str) -> int | None:
 
 
 def print_figures(document: dict[str, Any]) -> None:
-    def row(name: str, seconds: str, peak: str, rss: str) -> list[Any]:
+    def make_row(name: str, seconds: str, peak: str, rss: str) -> list[Any]:
         sizes = [document.get(peak), document.get(rss)]
         return [name, document[seconds], *(None if size is None else size / 1e6 for size in sizes)]
 
     rows = [
-        row("start", "start_s", "peak_bytes", "rss_bytes"),
-        row("first start", "first_start_s", "first_peak_bytes", ""),
+        make_row("start", "start_s", "peak_bytes", "rss_bytes"),
+        make_row("first start", "first_start_s", "first_peak_bytes", ""),
     ]
     if document["llama_start_s"] is not None:
-        rows.append(row("llama.cpp", "llama_start_s", "llama_peak_bytes", "llama_rss_bytes"))
+        rows.append(make_row("llama.cpp", "llama_start_s", "llama_peak_bytes", "llama_rss_bytes"))
     common.print_table(["", "to the first token, s", "peak MB", "steady MB"], rows)
     size, kv = document["file_bytes"], document["kv_bytes"]
     print(f"file: {'–' if size is None else f'{size / 1e6:.0f} MB'}; keys and values in use: {kv / 1e6:.0f} MB")

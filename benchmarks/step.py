@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, llama: Peer | None) -> dict[str, Any]:
     """Return the JSON document."""
     on_cpu = args.device == "cpu"
     options: dict[str, Any] = {} if on_cpu else {"kv_memory": KV_BYTES}
-    engine = Engine(args.model, linears=args.linears, progress=common.say, **common.get_engine_options(args), **options)
+    engine = Engine(args.model, linears=args.linears, progress=common.print_progress, **common.get_engine_options(args), **options)
     if on_cpu:
         engine.close()  # passes run in this thread: a second one's OpenMP team would make each yield the cores to the other
     else:

@@ -29,7 +29,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
-from benchmarks.common import say
+from benchmarks.common import print_progress
 from benchmarks.decode import find_median_ratio, find_rate
 from benchmarks.our_engine import OurEngine, add_stats, describe_engine
 from benchmarks.peers import TimedRun
@@ -68,12 +68,12 @@ SETTINGS = ("limit", "max_tokens", "temperature", "seed", "precision")
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.micro:
-        document = micro(args.seed)
+        document = measure_masks(args.seed)
         common.print_table(["vocabulary", "rows", "p50 ms", "p99 ms"], [list(each.values()) for each in document["vocabularies"]])
         common.print_document(document)
         return
     options = common.get_engine_options(args)
-    with Engine(args.model, linears=args.linears, progress=say, **options) as engine:
+    with Engine(args.model, linears=args.linears, progress=print_progress, **options) as engine:
         document = measure(engine, args)
     header = [
         "",
@@ -135,18 +135,18 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     for each in params.values():
         engine.compile_grammar(each.grammar)  # once for each form of answer, not for each request
 
-    def ours(speculation: bool, forced: bool) -> OurEngine:
+    def make_contender(speculation: bool, forced: bool) -> OurEngine:
         drafts = TreeProposer(DraftOptions(vocab_size=engine.vocab_size, max_seqs=64))  # nothing that one has learned helps another
         return OurEngine(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, drafts_forced_tokens=forced)
 
-    contenders = {"off": ours(False, False), "without": ours(True, False), "on": ours(True, True)}
+    contenders = {"off": make_contender(False, False), "without": make_contender(True, False), "on": make_contender(True, True)}
     for contender in contenders.values():
         contender.complete([ids[0]])
     runs: dict[str, list[TimedRun]] = {name: [] for name in contenders}
     for i, order in enumerate(common.order_turns(list(contenders), len(ids))):
         for name in order:
             runs[name].append(contenders[name].complete([ids[i]]))
-        say(f"{i + 1}/{len(ids)}: " + ", ".join(f"{name} {runs[name][-1].seconds:.2f} s" for name in contenders))
+        print_progress(f"{i + 1}/{len(ids)}: " + ", ".join(f"{name} {runs[name][-1].seconds:.2f} s" for name in contenders))
     outputs = [run.outputs[0] for run in runs["on"]]
     stats = add_stats(runs["on"])
     rates = {name: find_rate(made) for name, made in runs.items()}
@@ -200,28 +200,28 @@ def mask_ms(engine: Engine, grammars: list[Any], outputs: list[list[int]]) -> di
             apply_mask(row, constraint.mask())
             constraint.accept(token)
             took.append((time.perf_counter() - start) * 1e3)
-    return percentiles(took)
+    return compute_percentiles(took)
 
 
-def percentiles(took: list[float]) -> dict[str, float]:
+def compute_percentiles(took: list[float]) -> dict[str, float]:
     return {"p50": round(float(np.percentile(took, 50)), 4), "p99": round(float(np.percentile(took, 99)), 4)}
 
 
 # ------------------------------------------------------------------ by size of the vocabulary
 
 
-def micro(seed: int, sizes: Sequence[int] = SIZES, rows: int = ROWS) -> dict[str, Any]:
+def measure_masks(seed: int, sizes: Sequence[int] = SIZES, rows: int = ROWS) -> dict[str, Any]:
     """Return the JSON document of `--micro`."""
     found = []
     for size in sizes:
-        say(f"a vocabulary of {size:,} tokens")
-        grammars = Grammars(Encoding(synthetic(size, seed), size), [size - 1])
-        found.append({"vocabulary": size, "rows": rows, **percentiles(row_times(grammars, size, seed, rows))})
+        print_progress(f"a vocabulary of {size:,} tokens")
+        grammars = Grammars(Encoding(make_tokenizer(size, seed), size), [size - 1])
+        found.append({"vocabulary": size, "rows": rows, **compute_percentiles(row_times(grammars, size, seed, rows))})
     return {"vocabularies": found, "settings": {"seed": seed}, **common.describe_machine("cpu", 1)}
 
 
-def synthetic(size: int, seed: int) -> Any:
-    """A tokenizer of bytes and of merges at random, lengths as those of trained ones, with an end of text as the last id."""
+def make_tokenizer(size: int, seed: int) -> Any:
+    """Return a tokenizer of bytes and of merges at random, lengths as those of trained ones, with an end of text as the last id."""
     random = np.random.default_rng(seed)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab, merges = {letter: i for i, letter in enumerate(alphabet)}, []
@@ -272,11 +272,14 @@ def schema_of(row: dict[str, Any]) -> dict[str, Any]:
     try:
         reference = json.loads(row["reference"])
     except ValueError:
-        return fixed({"answer": {"type": "string", "minLength": 1, "maxLength": STRING}})
+        return make_object_schema({"answer": {"type": "string", "minLength": 1, "maxLength": STRING}})
     if (functions := functions_of(row)) and isinstance(reference, list):
-        calls = [fixed({"name": {"const": each["name"]}, "arguments": bounded(each.get("parameters") or {})}) for each in functions]
+        calls = [
+            make_object_schema({"name": {"const": each["name"]}, "arguments": bound_schema(each.get("parameters") or {})})
+            for each in functions
+        ]
         return {"type": "array", "minItems": 1, "maxItems": max(len(reference), 1), "items": {"anyOf": calls}}
-    return like(reference)
+    return infer_schema(reference)
 
 
 def functions_of(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -289,18 +292,18 @@ def functions_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in listed if isinstance(each, dict) and "name" in each]
 
 
-def fixed(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+def make_object_schema(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
     names = list(properties) if required is None else required
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
-def like(value: Any) -> dict[str, Any]:
+def infer_schema(value: Any) -> dict[str, Any]:
     """Return what has the form of this value: its keys, its types, and twice its lengths."""
     match value:
         case dict():
-            return fixed({key: like(each) for key, each in value.items()})
+            return make_object_schema({key: infer_schema(each) for key, each in value.items()})
         case list():
-            return {"type": "array", "items": like(value[0]) if value else {"type": "null"}, "maxItems": 2 * len(value)}
+            return {"type": "array", "items": infer_schema(value[0]) if value else {"type": "null"}, "maxItems": 2 * len(value)}
         case str():
             return {"type": "string", "maxLength": min(2 * len(value) + 8, 2 * STRING)}
         case bool() | None:
@@ -308,16 +311,16 @@ def like(value: Any) -> dict[str, Any]:
     return {"type": "integer" if isinstance(value, int) else "number", "minimum": -NUMBER, "maximum": NUMBER}
 
 
-def bounded(schema: dict[str, Any]) -> dict[str, Any]:
+def bound_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a function's parameters as they are declared there, in JSON Schema's words and with an end."""
     if isinstance(schema.get("enum"), list) and schema["enum"]:
         return {"enum": schema["enum"]}
     match schema.get("type"):
         case "dict" | "object":
-            known = {name: bounded(each) for name, each in (schema.get("properties") or {}).items() if isinstance(each, dict)}
-            return fixed(known, [name for name in schema.get("required") or [] if name in known])
+            known = {name: bound_schema(each) for name, each in (schema.get("properties") or {}).items() if isinstance(each, dict)}
+            return make_object_schema(known, [name for name in schema.get("required") or [] if name in known])
         case "array" | "tuple":
-            return {"type": "array", "items": bounded(schema.get("items") or {}), "maxItems": LIST}
+            return {"type": "array", "items": bound_schema(schema.get("items") or {}), "maxItems": LIST}
         case "integer":
             return {"type": "integer", "minimum": -NUMBER, "maximum": NUMBER}
         case "float" | "number":

@@ -39,10 +39,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     except PeerAbsentError as error:
         raise SystemExit(f"llama.cpp: {error}") from error
     found: dict[str, dict[str, int]] = {}
-    with contextlib.closing(llama), Engine(args.model, progress=common.say, **common.get_engine_options(args)) as engine:
+    with contextlib.closing(llama), Engine(args.model, progress=common.print_progress, **common.get_engine_options(args)) as engine:
         our_ends, their_ends = set(engine.eos_token_ids), set(llama.ask(eog=True)["eog"])
         for name, rows in texts.items():
-            common.say(f"{name}: {len(rows)} prompts")
+            common.print_progress(f"{name}: {len(rows)} prompts")
             counts: Counter[str] = Counter()
             for row in rows:
                 ours = engine.complete(row["ids"], SamplingParams(max_tokens=args.max_tokens)).token_ids

@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
         tokenizer.save_pretrained(folder)
         for n in args.requests:
             document["requests"][n] = follow_all(traces, n, args, folder, len(tokenizer))
-            common.say(f"{n} requests: {document['requests'][n]}")
+            common.print_progress(f"{n} requests: {document['requests'][n]}")
     try:  # one request after the other, which know each other's outputs
         found = replay(Arctic(tree=False, cache=True), traces)
         tokens = found["tokens_per_pass"]

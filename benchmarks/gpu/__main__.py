@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.common import say
+from benchmarks.common import print_progress
 from benchmarks.gpu import parts
 from benchmarks.gpu.parts import Figures, Named, Plan
 
@@ -49,13 +49,13 @@ MODELS = {
 }
 # The targets by name: the third each belongs to (0: none), the seconds it may take, what it does.
 PARTS: dict[str, tuple[int, int, Callable[[Plan], Named]]] = {
-    "tests": (1, 240, parts.tests),
-    "floor": (1, 45, parts.floor),
-    "passes": (1, 205, parts.passes),
-    "kernels": (1, 110, parts.kernels),
-    "host": (2, 130, parts.host),
-    "exactness": (2, 130, parts.exactness),
-    "identity": (2, 340, parts.identity),
+    "tests": (1, 240, parts.run_tests),
+    "floor": (1, 45, parts.measure_floor),
+    "passes": (1, 205, parts.measure_passes),
+    "kernels": (1, 110, parts.profile_kernels),
+    "host": (2, 130, parts.measure_host),
+    "exactness": (2, 130, parts.compare_products),
+    "identity": (2, 340, parts.check_identity),
     "replay": (3, 260, parts.replay),
     "generate": (3, 300, parts.generate),
     "moe": (0, 400, parts.measure_experts),
@@ -79,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     document: dict[str, Any] = {}
     for name in args.only:
         limit = args.limit or PARTS[name][1]
-        say(f"\n==== {name}, at most {limit} s")
+        print_progress(f"\n==== {name}, at most {limit} s")
         for part in run_part(name, argv, limit):
             known[name] = part
             document = make_document(plan, known)
             if args.out:
                 args.out.write_text(json.dumps(document, ensure_ascii=False) + "\n")
-        say(f"==== {name}: {part['seconds']} s{', ' + part['error'] if part['error'] else ''}")
+        print_progress(f"==== {name}: {part['seconds']} s{', ' + part['error'] if part['error'] else ''}")
     show(document)
     common.print_document(document)
     if any(known[name]["error"] for name in args.only):
@@ -96,9 +96,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = common.make_parser("gpu", __doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only", type=common.make_name_parser(PARTS), default=list(PARTS), metavar="PART,PART", help=",".join(PARTS))
-    which.add_argument("--share", dest="only", type=share, metavar="K/3", help="a third of the parts, which fits ten minutes")
+    which.add_argument("--share", dest="only", type=parse_share, metavar="K/3", help="a third of the parts, which fits ten minutes")
     parser.add_argument("--out", type=Path, metavar="F.json", help="keep the document here too, with the parts of earlier calls")
-    usual = dataclasses.asdict(Plan()) | {"small": parts.smallest()}
+    usual = dataclasses.asdict(Plan()) | {"small": parts.choose_small_model()}
     parser.add_argument("--device", type=common.parse_device, default=usual["device"], metavar="cuda:N", help="cpu tries the program out")
     parser.add_argument("--dtype", choices=common.DTYPES)
     for name, what in MODELS.items():
@@ -133,7 +133,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     return Plan(**chosen)
 
 
-def share(text: str) -> list[str]:
+def parse_share(text: str) -> list[str]:
     if text not in ("1/3", "2/3", "3/3"):
         raise argparse.ArgumentTypeError(f"must be 1/3, 2/3 or 3/3, got {text!r}")
     return [name for name, (third, _, _) in PARTS.items() if third == int(text[0])]
@@ -172,7 +172,7 @@ def run_part(name: str, argv: Sequence[str], limit_s: float) -> Iterator[dict[st
             for line in process.stdout:
                 key, value = json.loads(line)
                 figures[key] = value
-                say(f"{name}: {key} after {time.perf_counter() - start:.0f} s")
+                print_progress(f"{name}: {key} after {time.perf_counter() - start:.0f} s")
                 yield describe("not finished")
             code = process.wait()
         except BaseException:
@@ -192,14 +192,14 @@ def make_document(plan: Plan, known: dict[str, Any]) -> dict[str, Any]:
     settings |= {"prompts": plan.prompts.name if plan.prompts else "random", "trace": plan.trace.name if plan.trace else "library"}
     return {
         "benchmark": "gpu",
-        "targets": [reached(target, plan, known) for target in tomllib.loads(TARGETS.read_text())["target"]],
+        "targets": [evaluate_target(target, plan, known) for target in tomllib.loads(TARGETS.read_text())["target"]],
         "parts": known,
         "settings": settings | {"tokenizer": Path(plan.tokenizer).name if plan.tokenizer else "words"},
         **common.describe_machine(plan.device, torch.get_num_threads()),
     }
 
 
-def reached(target: dict[str, Any], plan: Plan, known: dict[str, Any]) -> dict[str, Any]:
+def evaluate_target(target: dict[str, Any], plan: Plan, known: dict[str, Any]) -> dict[str, Any]:
     """Return a target with its value in the parts' figures, None where it was not measured."""
     figures = {name: part["figures"] for name, part in known.items()}
     values, value, met = [], None, None
@@ -229,7 +229,7 @@ def show_intent(plan: Plan, names: Sequence[str]) -> None:
     figures = [
         target for target in tomllib.loads(TARGETS.read_text())["target"] if any(part_of(path) in names for path in target["figure"])
     ]
-    rows = [[target["what"], target["goal"]] for target in (reached(each, plan, {}) for each in figures)]
+    rows = [[target["what"], target["goal"]] for target in (evaluate_target(each, plan, {}) for each in figures)]
     common.print_table(["figure", "should be"], rows)
 
 

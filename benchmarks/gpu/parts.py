@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from benchmarks import common, decode, step
-from benchmarks.common import Prompt, say
-from benchmarks.gpu.profile import bandwidth, busy_us, kernel_table, profiled
+from benchmarks.common import Prompt, print_progress
+from benchmarks.gpu.profile import busy_us, kernel_table, measure_bandwidth, profile_work
 from benchmarks.our_engine import OurEngine, add_stats
 from benchmarks.peers import Contender, PeerAbsentError, TimedRun
 from benchmarks.recordings import make_library_edits
@@ -87,7 +87,7 @@ class Plan:
     """Arguments of pytest."""
 
 
-def smallest() -> str:
+def choose_small_model() -> str:
     """Return SmolLM2 with its real weights where its package is installed, else its shape."""
     return "smollm2" if importlib.util.find_spec(SMOLLM2_PACKAGE) else Plan.small
 
@@ -96,7 +96,7 @@ def open_engine(plan: Plan, model: str, **options: Any) -> Engine:
     """Return an engine without a tokenizer: the parts hand it token ids, and measure passes, not text."""
     if not plan.device.startswith("cuda"):
         options.pop("linears", None)
-    return Engine(model, device=plan.device, dtype=plan.dtype, kv_memory=plan.kv_bytes, progress=say, **options)
+    return Engine(model, device=plan.device, dtype=plan.dtype, kv_memory=plan.kv_bytes, progress=print_progress, **options)
 
 
 def release(plan: Plan) -> None:
@@ -122,39 +122,39 @@ def open_weights(plan: Plan, model: str) -> Any:
 def read_weights(plan: Plan, model: str) -> tuple[int, Figures]:
     """Return bytes of weights that a pass of the model reads, and how fast the device can."""
     n_bytes = step.count_weight_bytes(open_weights(plan, model))
-    found = bandwidth(plan.device, n_bytes)
+    found = measure_bandwidth(plan.device, n_bytes)
     release(plan)
     return n_bytes, found
 
 
-def greedy(n: int) -> SamplingParams:
+def make_greedy_params(n: int) -> SamplingParams:
     return SamplingParams(max_tokens=n, ignore_eos=True)
 
 
 # ---- tests and passes
 
 
-def tests(plan: Plan) -> Named:
-    """The tests that need a device."""
+def run_tests(plan: Plan) -> Named:
+    """Run the tests that need a device."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", "-rfE", *plan.tests]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            say(line.rstrip())
+            print_progress(line.rstrip())
             lines.append(line.strip())
     counts = {word.rstrip("s"): int(n) for n, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", " ".join(lines[-3:]))}
     failures = [line[:300] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     yield "pytest", {"exit_code": process.returncode, **counts, "failures": failures}
 
 
-def floor(plan: Plan) -> Named:
+def measure_floor(plan: Plan) -> Named:
     """Return how fast the device reads its memory, over as many bytes as the models' weights."""
     for model in dict.fromkeys((plan.large, plan.small, plan.hybrid)):
         yield model, read_weights(plan, model)[1]
 
 
-def passes(plan: Plan) -> Named:
+def measure_passes(plan: Plan) -> Named:
     """Return milliseconds of a pass by rows and by contexts, against the reading of the weights."""
     for model in dict.fromkeys((plan.large, plan.small, plan.hybrid)):
         n_bytes, read = read_weights(plan, model)
@@ -178,7 +178,7 @@ def by_context(engine: Engine, plan: Plan, n_bytes: int, gb_s: float) -> dict[st
 
 
 def by_rows(engines: dict[str, Engine], plan: Plan) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a pass of each engine with each number of rows, in turns."""
+    """Return the median milliseconds of a pass of each engine with each number of rows, in turns."""
     pairs = list(itertools.product(engines, plan.rows))
     medians = common.measure_medians(
         {f"{name} {rows}": partial(engines[name].time_pass, rows, plan.context) for name, rows in pairs}, plan.repeat
@@ -186,24 +186,24 @@ def by_rows(engines: dict[str, Engine], plan: Plan) -> dict[str, dict[str, float
     return {name: {str(rows): round(medians[f"{name} {rows}"], 4) for rows in plan.rows} for name in engines}
 
 
-def kernels(plan: Plan) -> Named:
+def profile_kernels(plan: Plan) -> Named:
     """Return which kernels a pass of the large model consists of."""
     with open_engine(plan, plan.large) as engine:
         for rows in (1, 8):
             run = partial(engine.time_pass, rows, plan.context)
             for _ in range(3):
                 run()
-            found = profiled(plan.device, lambda run=run: [run() for _ in range(PROFILED)])
+            found = profile_work(plan.device, lambda run=run: [run() for _ in range(PROFILED)])
             yield f"{rows} rows", kernel_table(found, PROFILED, len(engine.runner.shapes))
 
 
-def host(plan: Plan) -> Named:
-    """Time of a step in which no kernel runs, between kernels too: wall time of undisturbed steps less the kernels' in profiled ones."""
+def measure_host(plan: Plan) -> Named:
+    """Return the part of a step in which no kernel runs: wall time of undisturbed steps less that of kernels in profiled ones."""
     for model in dict.fromkeys((plan.large, plan.small)):
         with open_engine(plan, model, answers=0) as engine:  # the same text is written again and again
             prompt = np.random.default_rng(0).integers(0, engine.vocab_size, 64).tolist()
-            whole = engine.complete(prompt, greedy(plan.max_tokens), speculation=False).token_ids
-            told = foretold({tuple(prompt): whole}, engine.vocab_size, tree=True)
+            whole = engine.complete(prompt, make_greedy_params(plan.max_tokens), speculation=False).token_ids
+            told = make_foretold({tuple(prompt): whole}, engine.vocab_size, tree=True)
             for name, speculation in (("off", False), ("looking", True), ("drafts", True)):
                 if name == "drafts":
                     engine.use(speculator=told)
@@ -218,12 +218,12 @@ def host_share(plan: Plan, write: Callable[..., Completion]) -> Figures:
     few, many = plan.max_tokens // 4, plan.max_tokens
 
     def run(n: int) -> tuple[float, int]:
-        done = write(params=greedy(n))
+        done = write(params=make_greedy_params(n))
         return done.duration_s * 1e3, done.stats.passes
 
-    def busy(n: int) -> tuple[float, int]:
+    def time_device(n: int) -> tuple[float, int]:
         n_passes: list[int] = []
-        found = profiled(plan.device, lambda: n_passes.append(run(n)[1]))
+        found = profile_work(plan.device, lambda: n_passes.append(run(n)[1]))
         return busy_us(found) / 1e3, n_passes[0]
 
     def per_pass(measure: Any) -> float:
@@ -232,7 +232,7 @@ def host_share(plan: Plan, write: Callable[..., Completion]) -> Figures:
 
     n_passes = run(many)[1]
     wall_ms = statistics.median(per_pass(run) for _ in range(max(plan.repeat // 6, 3)))
-    device_ms = per_pass(busy)
+    device_ms = per_pass(time_device)
     return {
         "wall_ms": round(wall_ms, 4),
         "device_ms": round(device_ms, 4),
@@ -243,7 +243,7 @@ def host_share(plan: Plan, write: Callable[..., Completion]) -> Figures:
     }
 
 
-def exactness(plan: Plan) -> Named:
+def compare_products(plan: Plan) -> Named:
     """Return what row-invariant products cost against the vendor library's own choice."""
     with open_engine(plan, plan.large) as exact, open_engine(plan, plan.large, linears="vendor") as vendor:
         ms = by_rows({"exact": exact, "vendor": vendor}, plan)
@@ -295,15 +295,15 @@ class Foretold:
         self.known[seq] = ()
 
 
-def foretold(outputs: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int, *, tree: bool) -> SingleDrafter:
-    """Drafts of which much is accepted and some is not, on any model: of the outputs every fifth token is another."""
+def make_foretold(outputs: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int, *, tree: bool) -> SingleDrafter:
+    """Return a drafter of which much is accepted and some is not: it drafts the outputs with every fifth token replaced."""
     spoiled = {ids: [(t + 7) % vocab_size if i % 5 == 4 else t for i, t in enumerate(text)] for ids, text in outputs.items()}
     drafter = Foretold(spoiled, vocab_size, tree=tree)
     return SingleDrafter(drafter, vocab_size=vocab_size, spec_length=drafter.LENGTH, spec_rows=drafter.LENGTH * drafter.width)
 
 
-def identity(plan: Plan) -> Named:
-    """Texts with drafts, as chain and as tree, and in batches, against those written one token and one prompt at a time."""
+def check_identity(plan: Plan) -> Named:
+    """Compare texts with drafts, as chain and as tree, and in batches, with those written one token and one prompt at a time."""
     few = plan.n_prompts // 4 + 4
     for model, n in {plan.hybrid: few, plan.small: plan.n_prompts, plan.large: few}.items():
         with open_engine(plan, model, max_seqs=max(64, *plan.batches)) as engine:
@@ -317,7 +317,7 @@ def identity(plan: Plan) -> Named:
 
 
 def identity_prompts(plan: Plan, engine: Engine, model: str, n: int) -> list[list[int]]:
-    """Text for real weights: the plan's prompts or else code, as much as there is. For random ones ids, from 8 to some 400 a prompt."""
+    """Return up to n prompts: for real weights the plan's or else code, for random ones random ids, from 8 to some 400 a prompt."""
     room = engine.max_model_len - plan.max_tokens - 1
     found: list[list[int]] = []
     if not model.startswith(PREFIX):
@@ -343,7 +343,7 @@ def compare_texts(
     reference, _ = write(1, speculation=False)
     known = {tuple(ids): text for ids, text in zip(prompts, reference, strict=True)}
     ways: dict[str, dict[str, Any]] = {"off": {"speculation": False}, "on": {}}
-    ways |= {name: {"speculator": foretold(known, engine.vocab_size, tree=name == "tree")} for name in ("chain", "tree")}
+    ways |= {name: {"speculator": make_foretold(known, engine.vocab_size, tree=name == "tree")} for name in ("chain", "tree")}
     own = engine.speculator
     identical, accepted = Figures(), Figures()
     for batch, (name, way) in itertools.product(batches, ways.items()):
@@ -352,7 +352,7 @@ def compare_texts(
             texts, tokens_per_pass = write(batch, **{"speculator": own, **way})
             identical[where] = sum(a == b for a, b in zip(reference, texts, strict=True))
             accepted[where] = round(tokens_per_pass, 3)
-            say(f"{where}: {identical[where]} of {len(prompts)} the same")
+            print_progress(f"{where}: {identical[where]} of {len(prompts)} the same")
     engine.use(speculator=own)
     return {
         "prompts": len(prompts),
@@ -371,16 +371,16 @@ def measure_experts(plan: Plan) -> Named:
     release(plan)
     with open_engine(plan, plan.moe, max_seqs=max(64, *plan.batches)) as engine:
         ms = by_rows({"": engine}, plan)[""]
-        gb_s = bandwidth(plan.device, min(n_bytes, PROBED_BYTES))["gb_s"]
+        gb_s = measure_bandwidth(plan.device, min(n_bytes, PROBED_BYTES))["gb_s"]
         found = {"context": plan.context, "chosen_weight_bytes": n_bytes, "floor_ms": round(n_bytes / gb_s / 1e6, 4), "gb_s": gb_s}
         ratios = {name: {rows: round(t / base, 3) for rows, t in ms.items()} for name, base in
                   (("over_floor", n_bytes / gb_s / 1e6), ("over_one_row", ms["1"]))}  # fmt: skip
         yield "passes", {**found, "ms": ms, **ratios, "exactness": engine.exactness, "props": engine.props()}
         for rows in (1, plan.rows[-1]):
-            work = profiled(plan.device, lambda rows=rows: [engine.time_pass(rows, plan.context) for _ in range(PROFILED)])
+            work = profile_work(plan.device, lambda rows=rows: [engine.time_pass(rows, plan.context) for _ in range(PROFILED)])
             yield f"kernels, {rows} rows", kernel_table(work, PROFILED, len(engine.runner.shapes))
         prompts = identity_prompts(plan, engine, plan.moe, plan.n_prompts // 8 + 4)
-        params = dict.fromkeys(map(tuple, prompts), greedy(plan.max_tokens // 2))
+        params = dict.fromkeys(map(tuple, prompts), make_greedy_params(plan.max_tokens // 2))
         yield "identity", compare_texts(engine, prompts, params, plan.batches)
 
 
@@ -392,7 +392,7 @@ def count_chosen_bytes(model: Any) -> int:
 
 
 def replay(plan: Plan) -> Named:
-    """Recorded edits on the coding model's shape, speculation on against off and against fixed lengths, alone and in a batch."""
+    """Replay recorded edits on the coding model's shape, speculation on against off and against fixed lengths, alone and in a batch."""
     alone, many = 1, plan.batches[-1]
     arguments = ["--model", plan.code, "--device", plan.device, "--dtype", plan.dtype, "--max-tokens", str(8 * plan.max_tokens)]
     arguments += ["--trace", *([str(plan.trace)] if plan.trace else []), "--fixed-length", ",".join(map(str, plan.lengths))]
@@ -437,7 +437,7 @@ def generate(plan: Plan) -> Named:
         with open_engine(plan, model) as engine:
             ids = [trace.prompt[:PROMPT_LENGTH] for trace in make_library_edits(tokenizer_for(plan, model, engine.vocab_size))]
             whole = [each for each in ids if len(each) == PROMPT_LENGTH][:N_GENERATED]
-            params, absent = greedy(2 * plan.max_tokens), dict[str, str]()
+            params, absent = make_greedy_params(2 * plan.max_tokens), dict[str, str]()
             contenders: dict[str, Contender] = {"off": OurEngine(engine, params, False), "on": OurEngine(engine, params)}
             contenders |= {name: Generate(stock, 2 * plan.max_tokens, options) for name, options in GENERATE.items()}
             decode.warm_up(contenders, absent, whole[:1])

@@ -38,8 +38,8 @@ def device_ms(device: str, work: Callable[[], object], repeat: int = 12) -> floa
     return statistics.median([once() for _ in range(repeat + 2)][2:])
 
 
-def bandwidth(device: str, n_bytes: int) -> dict[str, Any]:
-    """GB/s of reading, and of copying with reads and writes counted, over a buffer of `n_bytes`; the larger is the floor's."""
+def measure_bandwidth(device: str, n_bytes: int) -> dict[str, Any]:
+    """Return GB/s of reading, and of copying with reads and writes counted, over a buffer of `n_bytes`; the larger is the floor's."""
     words = max(n_bytes // 8 * 2, 2)
     buffer, half = torch.ones(words, dtype=torch.float32, device=device), words // 2
     ms = {"read_gb_s": device_ms(device, buffer.sum), "copy_gb_s": device_ms(device, lambda: buffer[:half].copy_(buffer[half:]))}
@@ -48,7 +48,7 @@ def bandwidth(device: str, n_bytes: int) -> dict[str, Any]:
     return {"bytes": words * 4, **speeds, "gb_s": best, "floor_ms": round(n_bytes / best / 1e6, 4)}
 
 
-def profiled(device: str, work: Callable[[], object]) -> list[Kernel]:
+def profile_work(device: str, work: Callable[[], object]) -> list[Kernel]:
     """Return what the device ran meanwhile, whichever thread asked for it; nothing on a CPU."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common, decode
-from benchmarks.common import ResultLog, say
+from benchmarks.common import ResultLog, print_progress
 from benchmarks.peers import NAMES, Peer, open_peer
 from benchmarks.report import figures, measure
-from benchmarks.report.categories import CATEGORIES, package_version, read_category, repository
+from benchmarks.report.categories import CATEGORIES, package_version, read_category, read_repository
 from benchmarks.report.text import write_report
 from ngramspec import Engine, SamplingParams
 
@@ -37,7 +37,7 @@ LAYERS_SHARE = 3
 def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     args = parse(argv)
-    with Engine(args.model, progress=say, max_seqs=measure.MAX_SEQS, **common.get_engine_options(args)) as engine:
+    with Engine(args.model, progress=print_progress, max_seqs=measure.MAX_SEQS, **common.get_engine_options(args)) as engine:
         document = run(engine, args, started)
     write(document, args.out)
     names = ("contender", "temperature", "prompts", "tokens_per_pass", "rows_per_pass", "speedup")
@@ -61,17 +61,17 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-report-")))
         longest = min(args.max_prompt, engine.max_model_len - args.max_tokens)
         categories = [
-            repository(args.package, engine.tokenizer, scratch / "store", args.prompts, longest)
+            read_repository(args.package, engine.tokenizer, scratch / "store", args.prompts, longest)
             if name == "repository"
             else read_category(name, args.data, engine.tokenizer, args.prompts, longest)
             for name in args.categories
         ]
         n_layers = engine.runner.model.config.get_text_config().num_hidden_layers
         drafters = args.drafter or ["recycling", "lookahead", f"layers:{max(1, n_layers // LAYERS_SHARE)}", "counts:2", "counts:3"]
-        bench = stack.enter_context(contextlib.closing(measure.Bench(engine, settings, drafters, peers(engine, args, stack))))
+        bench = stack.enter_context(contextlib.closing(measure.Bench(engine, settings, drafters, make_peers(engine, args, stack))))
         state = ResultLog(args.state, fresh=args.fresh)
         cells = measure.measure(bench, state, categories, args.temperatures, started)
-        followed = measure.followed(bench, state, categories, args.temperatures)
+        followed = measure.follow_texts(bench, state, categories, args.temperatures)
         replayed, missing = measure.replay_peers(cells, categories, scratch)
     return {
         "benchmark": "report",
@@ -80,16 +80,16 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         "commit": commit(),
         "categories": [category.name for category in categories],
         "rows": figures.rows_of(cells),
-        "pooled": figures.pooled(cells),
+        "pooled": figures.pool_rows(cells),
         "against_best": figures.against_best(cells),
         "followed": followed,
         "against_best_followed": figures.against_best_followed(followed),
         "against_peers": figures.against_peers(cells),
         "fastest_peers": figures.fastest_peers(cells, engine.props()["precision"]),
         "rejection": figures.rejection_rows(cells),
-        "reliability": figures.reliability(cells),
-        "loads": loads(args.loads, args.model),
-        "frontier": figures.frontier(cells),
+        "reliability": figures.sum_reliability(cells),
+        "loads": read_loads(args.loads, args.model),
+        "frontier": figures.select_frontier(cells),
         "replayed": replayed,
         "absent": bench.absent | missing,
         "settings": settings | {"temperatures": args.temperatures},
@@ -98,13 +98,13 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
     }
 
 
-def loads(path: Path, model: str) -> dict[str, Any] | None:
+def read_loads(path: Path, model: str) -> dict[str, Any] | None:
     """Return what `benchmarks.loads` has measured of this model; None: nothing."""
     document = json.loads(path.read_text(encoding="utf-8").splitlines()[-1]) if path.is_file() else {}
     return document if document.get("model") == model else None
 
 
-def peers(engine: Engine, args: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Callable[[], Peer]]:
+def make_peers(engine: Engine, args: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Callable[[], Peer]]:
     if not args.against:
         return {}
     task = decode.make_peer_task(args, engine, SamplingParams(max_tokens=args.max_tokens), args.max_prompt, stack)
@@ -118,18 +118,18 @@ def write(document: dict[str, Any], out: Path) -> None:
     (out / "plots").mkdir(parents=True, exist_ok=True)
     plots.draw(out / "plots", document)
     (out / "REPORT.md").write_text(write_report(document), encoding="utf-8")
-    say(f"wrote {out / 'REPORT.md'}")
+    print_progress(f"wrote {out / 'REPORT.md'}")
 
 
 def commit() -> str:
     """Return the last commit of the package, with a + where files differ from it; "unknown" outside a repository."""
 
-    def git(*command: str) -> str:
+    def run_git(*command: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "ngramspec", "datastore")
-        return git("log", "-1", "--format=%h", "--", "ngramspec", "datastore") + "+" * bool(changed)
+        changed = run_git("status", "--porcelain", "ngramspec", "datastore")
+        return run_git("log", "-1", "--format=%h", "--", "ngramspec", "datastore") + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -69,10 +69,10 @@ def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: in
             category.followed.append(Prompt(str(row["id"]), ids))
             if len(category.followed) <= limit and (edited := find_edited_text(row)):
                 category.predictions[tuple(ids)] = list(tokenizer(edited, add_special_tokens=False)["input_ids"])
-    return _checked(category, longest)
+    return _check_category(category, longest)
 
 
-def repository(package: str, tokenizer: Any, folder: Path, limit: int, longest: int) -> Category:
+def read_repository(package: str, tokenizer: Any, folder: Path, limit: int, longest: int) -> Category:
     """Return functions of every eighth file of an installed package, and in `folder` a datastore of the others. Raises ValueError."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
@@ -85,11 +85,11 @@ def repository(package: str, tokenizer: Any, folder: Path, limit: int, longest: 
     prompts = [
         Prompt(f"{package}/{path.as_posix()}:{line}", ids)
         for path in held_out
-        for line, text in heads((root / path).read_text(encoding="utf-8"))
+        for line, text in iterate_heads((root / path).read_text(encoding="utf-8"))
         if len(ids := list(tokenizer(text)["input_ids"])) <= longest
     ]
     random.Random(SEED).shuffle(prompts)
-    return _checked(Category("repository", prompts[: FOLLOWED * limit], limit, store=Datastore.open(folder)), longest)
+    return _check_category(Category("repository", prompts[: FOLLOWED * limit], limit, store=Datastore.open(folder)), longest)
 
 
 def package_version(package: str) -> str:
@@ -98,7 +98,7 @@ def package_version(package: str) -> str:
     return f"{package} {importlib.metadata.version(names[0])}" if names else package
 
 
-def heads(source: str) -> Iterator[tuple[int, str]]:
+def iterate_heads(source: str) -> Iterator[tuple[int, str]]:
     """Yield for each top-level function with a docstring its line, and it up to the docstring's end, behind the file's imports."""
     lines = source.splitlines(keepends=True)
     body = ast.parse(source).body
@@ -109,7 +109,7 @@ def heads(source: str) -> Iterator[tuple[int, str]]:
             yield function.lineno, f"{imports}\n\n" + "".join(lines[first - 1 : function.body[0].end_lineno])
 
 
-def _checked(category: Category, longest: int) -> Category:
+def _check_category(category: Category, longest: int) -> Category:
     if not category.prompts:
         raise ValueError(f"{category.name}: no prompt has {longest} tokens or fewer")
     return category

@@ -40,7 +40,7 @@ def row_of(cell: Cell, n_prompts: int | None = None) -> Row:
         "prompts": len(tokens),
         "tokens": sum(tokens),
         "tok_s": round(sum(tokens) / sum(seconds), 2),
-        "speedup": round(statistics.median(speedups(cell)[:n_prompts]), 3),
+        "speedup": round(statistics.median(compute_speedups(cell)[:n_prompts]), 3),
         "identical": None if cell["same"] is None else sum(cell["same"][:n_prompts]),
     }
     if sum(passes):
@@ -49,7 +49,7 @@ def row_of(cell: Cell, n_prompts: int | None = None) -> Row:
     return row
 
 
-def speedups(cell: Cell) -> list[float]:
+def compute_speedups(cell: Cell) -> list[float]:
     """Return for each prompt tokens per second over those of speculation off, beside it."""
     columns = (cell[name] for name in ("tokens", "seconds", "off_tokens", "off_seconds"))
     return [tokens / seconds * off_seconds / off_tokens for tokens, seconds, off_tokens, off_seconds in zip(*columns, strict=True)]
@@ -58,14 +58,14 @@ def speedups(cell: Cell) -> list[float]:
 def acceptance_by_depth(cells: Sequence[Cell]) -> list[float | None]:
     """Return accepted over drafted nodes at depths 1, 2, …; None where none was drafted."""
 
-    def at(name: str, depth: int) -> int:
+    def count_nodes(name: str, depth: int) -> int:
         return sum(cell[name][depth] for cell in cells if depth < len(cell[name]))
 
-    counts = [(at("accepted_by_depth", d), at("drafted_by_depth", d)) for d in range(DEPTHS)]
+    counts = [(count_nodes("accepted_by_depth", d), count_nodes("drafted_by_depth", d)) for d in range(DEPTHS)]
     return [round(accepted / drafted, 3) if drafted else None for accepted, drafted in counts]
 
 
-def pooled(cells: Sequence[Cell], n_prompts: int | None = None) -> list[Row]:
+def pool_rows(cells: Sequence[Cell], n_prompts: int | None = None) -> list[Row]:
     """Return one row per contender and temperature over all categories that it was in; speedups by their geometric mean."""
     result = []
     for temperature, name in sorted({(cell["temperature"], cell["contender"]) for cell in cells}):
@@ -95,10 +95,10 @@ def against_best(cells: Sequence[Cell]) -> list[Row]:
     almost nothing. Of each measure, `best_by_` says who is the best one alone, `ratio_` how many times as good all together are.
     """
     measures = {
-        "speed": (MERGED, lambda a, b: statistics.geometric_mean(beside(a, b))),
-        "cost": (MERGED, lambda a, b: over(a, b, "plain_passes")),
-        "tokens": (MERGED, lambda a, b: over(a, b, "passes")),
-        "flat": (FLAT, lambda a, b: over(a, b, "passes")),
+        "speed": (MERGED, lambda a, b: statistics.geometric_mean(compare_speeds(a, b))),
+        "cost": (MERGED, lambda a, b: compare_tokens(a, b, "plain_passes")),
+        "tokens": (MERGED, lambda a, b: compare_tokens(a, b, "passes")),
+        "flat": (FLAT, lambda a, b: compare_tokens(a, b, "passes")),
     }
     result = []
     for merged in find(cells, contender=MERGED):
@@ -114,7 +114,7 @@ def against_best(cells: Sequence[Cell]) -> list[Row]:
 
 
 def against_best_followed(rows: Sequence[Row]) -> list[Row]:
-    """The same of the drafts that were followed, by what the passes cost."""
+    """Return the same of the drafts that were followed, by what the passes cost."""
     result = []
     for merged in find(rows, contender=MERGED):
         best = max((row for row in find(rows, **place_of(merged)) if is_single(row["contender"])), key=lambda row: row["speed"])
@@ -123,12 +123,12 @@ def against_best_followed(rows: Sequence[Row]) -> list[Row]:
     return result
 
 
-def beside(a: Cell, b: Cell) -> list[float]:
+def compare_speeds(a: Cell, b: Cell) -> list[float]:
     """Return how many times as fast a is, for each prompt that both were measured on."""
-    return [ours / theirs for ours, theirs in zip(speedups(a), speedups(b), strict=False)]
+    return [ours / theirs for ours, theirs in zip(compute_speedups(a), compute_speedups(b), strict=False)]
 
 
-def over(a: Cell, b: Cell, what: str) -> float:
+def compare_tokens(a: Cell, b: Cell, what: str) -> float:
     """Return how many times as many tokens a has for each of `what`, on the prompts that both were measured on."""
     n = min(len(a["tokens"]), len(b["tokens"]))
     ours, theirs = (sum(cell["tokens"][:n]) / sum(cell[what][:n]) for cell in (a, b))
@@ -140,7 +140,7 @@ def against_peers(cells: Sequence[Cell]) -> list[Row]:
     result = []
     for cell in cells:
         for merged in find(cells, contender=MERGED, **place_of(cell)) if cell["contender"] in NAMES else ():
-            ratios = beside(merged, cell)
+            ratios = compare_speeds(merged, cell)
             row = {"category": cell["category"], "peer": cell["contender"], "prompts": len(ratios)}
             result.append(row | {"ratio": round(statistics.median(ratios), 3)})
     return result
@@ -156,7 +156,7 @@ def fastest_peers(cells: Iterable[Cell], precision: str) -> dict[str, Row]:
     return {name: max(find(peers, category=name), key=lambda row: row["speedup"]) for name in {row["category"] for row in peers}}
 
 
-def reliability(cells: Iterable[Cell]) -> list[Row]:
+def sum_reliability(cells: Iterable[Cell]) -> list[Row]:
     """Return a row per temperature, source and level of probability, of all drafters together.
 
     Verified nodes, the sum of their probabilities, and how many were accepted.
@@ -185,12 +185,12 @@ def rejection_rows(cells: Iterable[Cell]) -> list[Row]:
     return result
 
 
-def frontier(cells: Iterable[Cell]) -> list[Row]:
+def select_frontier(cells: Iterable[Cell]) -> list[Row]:
     """Return rows at temperature 0 of everybody who was in all categories, all of these together.
 
     The prompts are those that the curve was measured on.
     """
     greedy = find(cells, temperature=0)
     n = len({cell["category"] for cell in greedy})
-    rows = [row for row in pooled(greedy, CURVE_ROUNDS) if row["categories"] == n and "tokens_per_pass" in row]
+    rows = [row for row in pool_rows(greedy, CURVE_ROUNDS) if row["categories"] == n and "tokens_per_pass" in row]
     return [row for row in rows if is_single(row["contender"]) or row["contender"] in (MERGED, *CURVES)]

@@ -22,7 +22,7 @@ import numpy as np
 
 import ngramspec
 from benchmarks import common, decode, replayed
-from benchmarks.common import ResultLog, say
+from benchmarks.common import ResultLog, print_progress
 from benchmarks.our_engine import CountedCost, FixedCost, FixedLength, OurEngine, add_stats
 from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, TimedRun
 from benchmarks.recordings import RecordedText
@@ -75,7 +75,7 @@ class Bench:
     """What the blocks of a report share: an engine, the settings that a cell depends on, the drafters' names and the peers."""
 
     def __init__(self, engine: Engine, settings: dict[str, Any], drafters: Sequence[str], peers: dict[str, Callable[[], Peer]]) -> None:
-        """`drafters`: as `ngramspec.papers.registry` names them; one that cannot be made or used here goes to `absent` with the reason."""
+        """Make the drafters of these names (`ngramspec.papers.registry`); `absent` gets those that cannot be made or used, with why."""
         self.engine, self.settings, self.absent = engine, settings, dict[str, str]()
         self.default = engine.speculator
         self.prices = engine.cost.table / engine.cost.table[1]
@@ -85,7 +85,7 @@ class Bench:
         """Contenders that have run in this process."""
         for name in drafters:
             try:
-                engine.use(speculator=self._alone(make_drafter(name)))
+                engine.use(speculator=self._make_single(make_drafter(name)))
                 self.drafters[name] = partial(make_drafter, name)
             except (ValueError, OSError, ngramspec.NgramspecError) as error:
                 self.absent[name] = str(error)
@@ -94,63 +94,63 @@ class Bench:
         for peer in self._running.values():
             peer.close()
 
-    def params(self, temperature: float, **more: Any) -> SamplingParams:
+    def make_params(self, temperature: float, **more: Any) -> SamplingParams:
         return SamplingParams(max_tokens=self.settings["max_tokens"], temperature=temperature, seed=self.settings["seed"], **more)
 
-    def key(self, category: Category, temperature: float, contender: str) -> dict[str, Any]:
+    def make_key(self, category: Category, temperature: float, contender: str) -> dict[str, Any]:
         """Return all that a cell depends on."""
         asked = common.hash_outputs(prompt.ids for prompt in category.prompts)
         return {**self.settings, "category": category.name, "asked": asked, "temperature": temperature, "contender": contender}
 
-    def speculators(self, category: Category) -> dict[str, Make]:
+    def list_speculators(self, category: Category) -> dict[str, Make]:
         """Return all drafters together, with and without the category's datastore, and each alone."""
         store, V = category.store, self.engine.vocab_size
 
-        def merged(*, stored: bool = True, **options: Any) -> TreeProposer:
+        def make_merged(*, stored: bool = True, **options: Any) -> TreeProposer:
             similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
             if similar is not None:
                 similar.wait_until_loaded()
             return TreeProposer(DraftOptions(vocab_size=V, max_seqs=MAX_SEQS, **options), datastore=similar)
 
         found: dict[str, Make] = {
-            MERGED: merged,
-            TABLES: partial(merged, stored=False, answers=0, recycle=False),
+            MERGED: make_merged,
+            TABLES: partial(make_merged, stored=False, answers=0, recycle=False),
             LOOKUP: partial(FixedLength, LOOKED_UP, vocab_size=V, max_seqs=MAX_SEQS),
         }
         if store is not None:
-            found[STORE] = partial(merged, use_ngram=False, answers=0, recycle=False)
-            found[NO_STORE] = partial(merged, stored=False)
-        return found | {name: lambda make=make: self._alone(make()) for name, make in self.drafters.items()}  # type: ignore[misc]
+            found[STORE] = partial(make_merged, use_ngram=False, answers=0, recycle=False)
+            found[NO_STORE] = partial(make_merged, stored=False)
+        return found | {name: lambda make=make: self._make_single(make()) for name, make in self.drafters.items()}  # type: ignore[misc]
 
-    def contenders(self, category: Category, temperature: float) -> dict[str, Callable[[], Contender]]:
-        """Speculation off is the first."""
-        makes = self.speculators(category)
+    def list_contenders(self, category: Category, temperature: float) -> dict[str, Callable[[], Contender]]:
+        """Return what makes each contender; speculation off is the first."""
+        makes = self.list_speculators(category)
 
-        def ours(make: Make, *, slope: float | None = None, rule: str = "walk", speculation: bool = True, **more: Any) -> Contender:
+        def make_ours(make: Make, *, slope: float | None = None, rule: str = "walk", speculation: bool = True, **more: Any) -> Contender:
             cost = self.engine.cost if slope is None else FixedCost(slope, self.engine.cost.max_rows)
             parts = {"speculator": make(), "cost": CountedCost(cost, self.prices), "acceptance": make_acceptance(rule)}
-            return OurEngine(self.engine, self.params(temperature), speculation, **parts, **more)
+            return OurEngine(self.engine, self.make_params(temperature), speculation, **parts, **more)
 
-        found: dict[str, Callable[[], Contender]] = {OFF: partial(ours, lambda: self.default, speculation=False)}
-        found |= {name: partial(ours, make) for name, make in makes.items()}
+        found: dict[str, Callable[[], Contender]] = {OFF: partial(make_ours, lambda: self.default, speculation=False)}
+        found |= {name: partial(make_ours, make) for name, make in makes.items()}
         if len(category.predictions) == len(category.prompts):
-            found[PREDICTED] = partial(ours, makes[MERGED], predictions=category.predictions)
+            found[PREDICTED] = partial(make_ours, makes[MERGED], predictions=category.predictions)
         for name, make in self.drafters.items() if temperature > 0 else ():
             if isinstance(make(), CanDraw):
-                drawing = lambda make=make: self._alone(make(), draws=True)  # noqa: E731
-                found[name + REJECTION] = partial(ours, drawing, rule="rejection")
+                drawing = lambda make=make: self._make_single(make(), draws=True)  # noqa: E731
+                found[name + REJECTION] = partial(make_ours, drawing, rule="rejection")
         if temperature == 0:
-            found |= {name: partial(ours, makes[MERGED], slope=slope) for name, slope in CURVES.items()}
-            found |= {name: partial(self._peer, name) for name in self._peers}
+            found |= {name: partial(make_ours, makes[MERGED], slope=slope) for name, slope in CURVES.items()}
+            found |= {name: partial(self._start_peer, name) for name in self._peers}
         return found
 
-    def _alone(self, drafter: Drafter, draws: bool = False) -> SingleDrafter:
+    def _make_single(self, drafter: Drafter, draws: bool = False) -> SingleDrafter:
         return SingleDrafter(drafter, vocab_size=self.engine.vocab_size, spec_length=SPEC_LENGTH, spec_rows=SPEC_ROWS, draws=draws)
 
-    def _peer(self, name: str) -> Contender:
-        """Return a process that is started when it is first wanted. Raises PeerAbsentError."""
+    def _start_peer(self, name: str) -> Contender:
+        """Return a peer's process, which is started when it is first wanted. Raises PeerAbsentError."""
         if name not in self._running:
-            say(f"starting {name}")
+            print_progress(f"starting {name}")
             self._running[name] = self._peers[name]()
         return self._running[name]
 
@@ -161,7 +161,7 @@ class Bench:
             try:
                 found[name] = make()
             except PeerAbsentError as error:
-                say(f"{name} is absent: {error}")
+                print_progress(f"{name} is absent: {error}")
                 self.absent[name] = str(error)
         return found
 
@@ -175,22 +175,22 @@ def measure(bench: Bench, state: ResultLog, categories: Sequence[Category], temp
     """Return every cell; measure those that are missing. `started`: when the time began, by `time.perf_counter`."""
     cells, blocks = list[Cell](), []
     for temperature, category in itertools.product(temperatures, categories):
-        makes = bench.contenders(category, temperature)
-        known = {name: cell for name in makes if (cell := state.get(bench.key(category, temperature, name))) is not None}
+        makes = bench.list_contenders(category, temperature)
+        known = {name: cell for name in makes if (cell := state.get(bench.make_key(category, temperature, name))) is not None}
         cells += known.values()
         blocks.append((category, temperature, {name: make for name, make in makes.items() if name == OFF or name not in known}))
     bench.open({name: make for _, _, makes in blocks for name, make in makes.items() if name in NAMES})
     left = SHARE * 60 * bench.settings["minutes"] - sum(cell["wall_s"] for cell in cells)
-    say(f"{len(cells)} cells are known, the others are measured in {max(left, 0) / 60:.0f} minutes")
+    print_progress(f"{len(cells)} cells are known, the others are measured in {max(left, 0) / 60:.0f} minutes")
     for i, (category, temperature, makes) in enumerate(blocks):
         missing = {name: make for name, make in makes.items() if name not in bench.absent}
         if len(missing) < 2:
             continue
         now_left = left - (time.perf_counter() - started)
-        say(f"{i + 1}/{len(blocks)} {category.name} at {temperature:g}, about {max(now_left, 0) / 60:.0f} minutes left")
+        print_progress(f"{i + 1}/{len(blocks)} {category.name} at {temperature:g}, about {max(now_left, 0) / 60:.0f} minutes left")
         share = len(missing) / sum(len(some) for _, _, some in blocks[i:] if len(some) > 1)
         for cell in measure_block(bench, category, temperature, missing, now_left * share):
-            key = bench.key(category, temperature, cell["contender"])
+            key = bench.make_key(category, temperature, cell["contender"])
             if state.get(key) is None:
                 state.add(cell | {"key": key})
                 cells.append(cell)
@@ -200,7 +200,7 @@ def measure(bench: Bench, state: ResultLog, categories: Sequence[Category], temp
 def measure_block(
     bench: Bench, category: Category, temperature: float, makes: dict[str, Callable[[], Contender]], budget_s: float
 ) -> Iterator[Cell]:
-    """Prompts in turns until the time is over, at least one of them. A contender that fails leaves no cell."""
+    """Run prompts in turns until the time is over, at least one of them. A contender that fails leaves no cell."""
     cold = {name: make for name, make in makes.items() if name not in bench.warm and rounds_of(name) > CURVE_ROUNDS}
     decode.warm_up(bench.open(cold), bench.absent, [category.prompts[0].ids[:64]])
     bench.warm |= set(cold)
@@ -238,7 +238,7 @@ def cell_of(name: str, runs: list[TimedRun], off: list[TimedRun]) -> Cell:
 # ---- without the model: drafts followed along texts that it wrote
 
 
-def followed(bench: Bench, state: ResultLog, categories: Sequence[Category], temperatures: Sequence[float]) -> list[dict[str, Any]]:
+def follow_texts(bench: Bench, state: ResultLog, categories: Sequence[Category], temperatures: Sequence[float]) -> list[dict[str, Any]]:
     """Return the same comparison on more texts than the clock has time for: one row per category, temperature and drafter.
 
     The engine writes every prompt's text, many at once, and they are kept in the state. Then drafters alone and all together follow it as
@@ -247,13 +247,13 @@ def followed(bench: Bench, state: ResultLog, categories: Sequence[Category], tem
     """
     rows = []
     for temperature, category in itertools.product(temperatures, categories):
-        traces = [_trace(text) for text in _texts(bench, state, category, temperature) if len(text["output"]) > 1]
-        for name, make in bench.speculators(category).items() if traces else ():
+        traces = [_trace(text) for text in _write_texts(bench, state, category, temperature) if len(text["output"]) > 1]
+        for name, make in bench.list_speculators(category).items() if traces else ():
             if name in (MERGED, TABLES, LOOKUP, STORE) or (name in bench.drafters and isinstance(bench.drafters[name](), Counts)):
-                say(f"following {len(traces)} texts: {category.name} at {temperature:g}, {name}")
+                print_progress(f"following {len(traces)} texts: {category.name} at {temperature:g}, {name}")
                 drafts = make()
                 drafts.bind(bench.engine.runner)
-                follower = replayed.ReplayedProposer(drafts, bench.prices, tuple(bench.engine.eos_token_ids), params=bench.params(0))
+                follower = replayed.ReplayedProposer(drafts, bench.prices, tuple(bench.engine.eos_token_ids), params=bench.make_params(0))
                 found = replayed.replay(follower, traces)
                 row = {"category": category.name, "temperature": temperature, "contender": name, "prompts": len(traces)}
                 row |= {key: found[key] for key in ("tokens_per_pass", "rows_per_pass")}
@@ -261,13 +261,13 @@ def followed(bench: Bench, state: ResultLog, categories: Sequence[Category], tem
     return rows
 
 
-def _texts(bench: Bench, state: ResultLog, category: Category, temperature: float) -> list[dict[str, Any]]:
+def _write_texts(bench: Bench, state: ResultLog, category: Category, temperature: float) -> list[dict[str, Any]]:
     """Return what the model writes for every prompt of a category that is followed, and its own candidates at each token."""
-    key = bench.key(category, temperature, TEXTS) | {"followed": common.hash_outputs(prompt.ids for prompt in category.followed)}
+    key = bench.make_key(category, temperature, TEXTS) | {"followed": common.hash_outputs(prompt.ids for prompt in category.followed)}
     if state.get(key) is None:
-        say(f"writing {len(category.followed)} texts: {category.name} at {temperature:g}")
+        print_progress(f"writing {len(category.followed)} texts: {category.name} at {temperature:g}")
         bench.engine.use(speculator=bench.default, cost=bench.engine.cost, acceptance=make_acceptance())
-        done = bench.engine.complete([prompt.ids for prompt in category.followed], bench.params(temperature, logprobs=KEPT))
+        done = bench.engine.complete([prompt.ids for prompt in category.followed], bench.make_params(temperature, logprobs=KEPT))
         texts = [{"prompt": each.prompt_token_ids, "output": each.token_ids, **common.get_candidates(each)} for each in done]
         state.add({"key": key, "contender": TEXTS, "texts": texts})
     return state.get(key)["texts"]
@@ -291,7 +291,7 @@ def replay_peers(cells: Iterable[Cell], categories: Sequence[Category], folder: 
         found, missing = make_peers([category.store] if category.store is not None else [], folder)
         absent |= {name: why for name, why in missing.items() if name in REPLAYED and traces}
         for name in (name for name in REPLAYED if name in found and traces):
-            say(f"replaying {category.name}: {name}")
+            print_progress(f"replaying {category.name}: {name}")
             drafter = found[name]()
             result, n = replayed.replay(drafter, traces), sum(len(trace.output) for trace in traces)
             drafting = n / result["tokens_per_pass"]

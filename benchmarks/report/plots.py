@@ -46,7 +46,7 @@ def draw(folder: Path, document: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _picture(path: Path, width: float, height: float) -> Iterator[Axes]:
+def _open_picture(path: Path, width: float, height: float) -> Iterator[Axes]:
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
         yield axes
@@ -57,7 +57,7 @@ def _picture(path: Path, width: float, height: float) -> Iterator[Axes]:
 def _draw_speed(path: Path, rows: Sequence[Row], fastest: dict[str, Row]) -> None:
     """Draw two bars per category: the engine, and the fastest other tool, by name; plain decoding is 1."""
     merged = sorted(find(rows, contender=MERGED), key=lambda row: row["speedup"])
-    with _picture(path, 7.2, 0.46 * len(merged) + 0.9) as axes:
+    with _open_picture(path, 7.2, 0.46 * len(merged) + 0.9) as axes:
         for y, row in enumerate(merged):
             axes.barh(y + 0.18, row["speedup"], 0.36, color=OURS, label="ngramspec" if y == 0 else None)
             axes.text(row["speedup"] + 0.03, y + 0.18, f"{row['speedup']:.1f}×", va="center", color=OURS, fontweight="bold")
@@ -76,7 +76,7 @@ def _draw_speed(path: Path, rows: Sequence[Row], fastest: dict[str, Row]) -> Non
 
 def _draw_frontier(path: Path, rows: Sequence[Row]) -> None:
     """Draw tokens per pass over rows per pass: a point per drafter, a curve for all together by what they are told a row costs."""
-    with _picture(path, 7.2, 4.2) as axes:
+    with _open_picture(path, 7.2, 4.2) as axes:
 
         def plot(some: Sequence[Row], **look: Any) -> None:
             axes.plot([row["rows_per_pass"] for row in some], [row["tokens_per_pass"] for row in some], **look)
@@ -85,7 +85,7 @@ def _draw_frontier(path: Path, rows: Sequence[Row]) -> None:
         plot(curve, color=OURS, marker=".", label="all together, by what a row costs")
         for row in find(rows, contender=MERGED):
             plot([row], color=OURS, marker="o", markersize=9, linestyle="", label="all together, cost as measured")
-        for name, colour in _colours(rows).items():
+        for name, colour in _choose_colours(rows).items():
             (row,) = find(rows, contender=name)
             plot([row], color=colour, marker="o", linestyle="")
             axes.annotate(name, (row["rows_per_pass"], row["tokens_per_pass"]), (5, -10), textcoords="offset points", fontsize=8)
@@ -100,11 +100,11 @@ def _draw_frontier(path: Path, rows: Sequence[Row]) -> None:
 
 def _draw_drafters(path: Path, rows: Sequence[Row], categories: Sequence[str]) -> None:
     """Draw speedups at temperature 0, per category: a dot per drafter, all together as a bar across."""
-    with _picture(path, 7.2, 3.8) as axes:
+    with _open_picture(path, 7.2, 3.8) as axes:
         for x, category in enumerate(categories):
             for row in find(rows, category=category, contender=MERGED):
                 axes.plot([x - 0.35, x + 0.35], [row["speedup"]] * 2, color=OURS, linewidth=3, label="all together" if x == 0 else None)
-        for name, colour in _colours(rows).items():
+        for name, colour in _choose_colours(rows).items():
             dots = [(categories.index(row["category"]), row["speedup"]) for row in find(rows, contender=name)]
             axes.plot(*zip(*dots, strict=True), color=colour, marker="o", markersize=5, linestyle="", label=name)
         axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
@@ -115,8 +115,8 @@ def _draw_drafters(path: Path, rows: Sequence[Row], categories: Sequence[str]) -
 
 def _draw_acceptance(path: Path, rows: Sequence[Row]) -> None:
     """Draw accepted over drafted nodes by depth, over all categories."""
-    with _picture(path, 7.2, 3.6) as axes:
-        for name, colour in ({MERGED: OURS} | _colours(rows)).items():
+    with _open_picture(path, 7.2, 3.6) as axes:
+        for name, colour in ({MERGED: OURS} | _choose_colours(rows)).items():
             (row,) = find(rows, contender=name)
             depths = [(d, share) for d, share in enumerate(row["acceptance"], 1) if share is not None]
             if depths:
@@ -131,7 +131,7 @@ def _draw_acceptance(path: Path, rows: Sequence[Row]) -> None:
 def _draw_reliability(path: Path, rows: Sequence[Row]) -> None:
     """Draw accepted over verified nodes against what they were believed to be, a dot for each source and level, full at temperature 0; its
     area is the number of nodes."""
-    with _picture(path, 5.2, 4.6) as axes:
+    with _open_picture(path, 5.2, 4.6) as axes:
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
         for name, colour in zip(sorted({row["source"] for row in rows}), COLOURS, strict=False):
             for temperature in sorted({row["temperature"] for row in rows}):
@@ -151,7 +151,7 @@ def _draw_reliability(path: Path, rows: Sequence[Row]) -> None:
             axes.legend(loc="upper left", fontsize=8)
 
 
-def _colours(rows: Sequence[Row]) -> dict[str, str]:
+def _choose_colours(rows: Sequence[Row]) -> dict[str, str]:
     """Return colours of the drafters alone, in every picture the same."""
     names = sorted({row["contender"] for row in rows if is_single(row["contender"])}, key=lambda name: (name == STORE, name))
     return dict(zip(names, COLOURS * len(names), strict=False))

@@ -30,7 +30,7 @@ def write_report(document: dict[str, Any]) -> str:
         """Return how many times as fast the engine is, over all categories."""
         return statistics.geometric_mean(row["ratio"] for row in find(peers, peer=peer))
 
-    def crossed(names: Sequence[str], rows: Sequence[Row], cell: str, titles: Mapping[str, str] | None = None) -> str:
+    def write_table(names: Sequence[str], rows: Sequence[Row], cell: str, titles: Mapping[str, str] | None = None) -> str:
         """Return a table of contenders by categories."""
         table = [["", *document["categories"]], ["---", *["---:"] * len(document["categories"])]]
         for name in names:
@@ -50,19 +50,19 @@ def write_report(document: dict[str, Any]) -> str:
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         document,
         find=find,
-        crossed=crossed,
-        mean=_mean,
+        crossed=write_table,
+        mean=_compute_mean,
         mean_over=mean_over,
-        listed=_listed,
-        below=_below,
-        ratio=_ratio,
+        listed=_format_ratios,
+        below=_format_losses,
+        ratio=_format_ratio,
         share=lambda value: "–" if value is None else f"{value:.0%}",
         what=lambda name: WHAT.get(name) or WHAT.get(name.partition(":")[0]),
         tools=[name for name in NAMES if find(rows, contender=name, temperature=0)],
         drafters=[name for name in names if is_single(name) or name in (MERGED, NO_STORE, PREDICTED)],
         others=list(dict.fromkeys(row["contender"] for row in replayed)),
         replayed=replayed,
-        promised=[sums(document["reliability"], t, name) for t, name in kinds_of(document["reliability"])],
+        promised=[sum_levels(document["reliability"], t, name) for t, name in kinds_of(document["reliability"])],
         over_fastest={name: find(peers, category=name, peer=row["contender"])[0]["ratio"] for name, row in fastest},
         quantised={TITLES[name]: mean_over(name) for name in LLAMA_LOOKUP if find(rows, contender=name)},
         over_best={
@@ -84,25 +84,25 @@ def kinds_of(rows: Sequence[Row]) -> list[tuple[float, str]]:
     return sorted({(row["temperature"], row["source"]) for row in rows})
 
 
-def sums(rows: Sequence[Row], temperature: float, source: str) -> Row:
+def sum_levels(rows: Sequence[Row], temperature: float, source: str) -> Row:
     """Return the sums of all levels together."""
     some = find(rows, temperature=temperature, source=source)
     totals = {name: sum(row[name] for row in some) for name in ("nodes", "expected", "made")}
     return {"temperature": temperature, "source": source} | totals
 
 
-def _mean(ratios: Mapping[str, float]) -> float:
+def _compute_mean(ratios: Mapping[str, float]) -> float:
     return statistics.geometric_mean(ratios.values())
 
 
-def _listed(ratios: Mapping[str, float]) -> str:
+def _format_ratios(ratios: Mapping[str, float]) -> str:
     return ", ".join(f"{name} ({ratio:.2f})" for name, ratio in sorted(ratios.items(), key=lambda item: item[1]))
 
 
-def _below(ratios: Mapping[str, float]) -> str:
-    """Return those below 1."""
-    return _listed({name: ratio for name, ratio in ratios.items() if ratio < 1})
+def _format_losses(ratios: Mapping[str, float]) -> str:
+    """Return the ratios below 1, in which the first one loses, as text."""
+    return _format_ratios({name: ratio for name, ratio in ratios.items() if ratio < 1})
 
 
-def _ratio(value: float | None) -> str:
+def _format_ratio(value: float | None) -> str:
     return "–" if value is None else f"**{value:.2f}**" if value < 1 else f"{value:.2f}"

@@ -351,10 +351,10 @@ def test_weight_bytes_count_a_tied_table_once(tiny_model: Callable[..., Any]) ->
 
 def test_rates_are_of_a_load_that_stays_the_same() -> None:
     begun = [0.0, 0.1, 4.0, 4.1, 8.0, 8.1]  # two at a time, which end together
-    assert loads.steady(begun, 2, -1.0, 12.0) == (4.1, 8.1)
-    assert loads.steady(begun[::-1], 2, -1.0, 12.0) == (4.1, 8.1)
-    assert loads.steady(begun[:4], 2, -1.0, 8.0) == (-1.0, 8.0), "too few"
-    assert loads.steady(begun, 1, -1.0, 12.0) == (-1.0, 12.0)
+    assert loads.find_steady_time(begun, 2, -1.0, 12.0) == (4.1, 8.1)
+    assert loads.find_steady_time(begun[::-1], 2, -1.0, 12.0) == (4.1, 8.1)
+    assert loads.find_steady_time(begun[:4], 2, -1.0, 8.0) == (-1.0, 8.0), "too few"
+    assert loads.find_steady_time(begun, 1, -1.0, 12.0) == (-1.0, 12.0)
 
 
 def test_lengths_of_texts_that_run_together_vary_around_the_mean() -> None:
@@ -365,8 +365,8 @@ def test_lengths_of_texts_that_run_together_vary_around_the_mean() -> None:
         assert max(part) > 132
     assert len(set(lengths)) > 40
     prompts = [common.Prompt(str(i), [i]) for i in range(7)]
-    assert [p.name for p in loads.mixed(prompts, 2)] == ["0", "3", "6", "1", "4", "2", "5"]
-    assert loads.mixed(prompts, 1) == loads.mixed(prompts, 8) == prompts
+    assert [p.name for p in loads.mix_prompts(prompts, 2)] == ["0", "3", "6", "1", "4", "2", "5"]
+    assert loads.mix_prompts(prompts, 1) == loads.mix_prompts(prompts, 8) == prompts
 
 
 def test_loads(folder: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_a_replay_where_the_device_samples(config: str) -> None:
 
     with Engine(f"random:{config}", threads=1, kv_memory=8 << 20, recycle=False) as engine:
         recital = Recital([Prompt("a", ids, recorded)])
-        params = recital.params(SamplingParams(max_tokens=64), ids)
+        params = recital.make_params(SamplingParams(max_tokens=64), ids)
         engine.use(acceptance=recital)
         by_host = engine.complete(ids, dataclasses.replace(params, logprobs=0), prefix_cache=False)
         by_device, other = engine.complete([ids, ids[::-1]], params, tenant="other")
@@ -239,7 +239,7 @@ def test_passes_kernels_host_and_exactness(plan: Plan) -> None:
 
 
 def test_identity_finds_all_and_would_find_a_difference(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = dict(parts.identity(plan))
+    figures = dict(parts.check_identity(plan))
     assert len(figures) == 2
     for found in figures.values():
         assert found["all_identical"]
@@ -328,6 +328,6 @@ def test_the_tests_part_counts_and_names_failures(tmp_path: Path, monkeypatch: p
     path = tmp_path / "test_some.py"
     path.write_text("def test_a(): pass\ndef test_b(): assert 0\n")
     plan = Plan(device="cpu", tests=("-c", "/dev/null", f"--rootdir={tmp_path}", str(path)))
-    ((_, figures),) = parts.tests(plan)
+    ((_, figures),) = parts.run_tests(plan)
     assert (figures["exit_code"], figures["passed"], figures["failed"]) == (1, 1, 1)
     assert figures["failures"][0].startswith("FAILED ")

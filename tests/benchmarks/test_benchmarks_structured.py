@@ -58,6 +58,6 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_a_row_takes_by_size_of_the_vocabulary() -> None:
-    document = structured.micro(0, sizes=(1000, 3000), rows=50)
+    document = structured.measure_masks(0, sizes=(1000, 3000), rows=50)
     assert [each["vocabulary"] for each in document["vocabularies"]] == [1000, 3000]
     assert all(0 < each["p50"] <= each["p99"] for each in document["vocabularies"])

@@ -23,13 +23,13 @@ def test_who_has_made_the_fewest_tokens_is_next_and_the_others_clocks_stand_stil
                 assert lock.acquire(blocking=False), "two at a time"
                 with between:
                     now[0] += step_s
-                turns.made(name, n_tokens)
+                turns.count_tokens(name, n_tokens)
                 order.append(name)
                 lock.release()
             with between:  # two steps, which is somebody's time, too
                 now[0] += 0.001
-        turns.leave(name)
-        ended[name] = turns.clock(name)
+        turns.remove(name)
+        ended[name] = turns.read_clock(name)
 
     threads = [threading.Thread(target=run, args=("slow", 0.01, 1)), threading.Thread(target=run, args=("fast", 0.01, 3))]
     for thread in threads:
@@ -42,15 +42,15 @@ def test_who_has_made_the_fewest_tokens_is_next_and_the_others_clocks_stand_stil
     for name in order[:-4]:
         made[name] += 1 if name == "slow" else 3
         assert abs(made["slow"] - made["fast"]) <= 12, "neither is far ahead"
-    assert turns.clock("slow") == ended["slow"]
+    assert turns.read_clock("slow") == ended["slow"]
 
 
 def test_who_has_left_waits_for_nobody() -> None:
     turns = InTurns(["a", "b"])
-    turns.leave("b")
+    turns.remove("b")
     with turns.step("b"):
         pass
-    turns.leave("a")
+    turns.remove("a")
     with turns.step("a"):
         pass
 
@@ -58,10 +58,10 @@ def test_who_has_left_waits_for_nobody() -> None:
 def test_who_leaves_interrupts_nobody() -> None:
     turns = InTurns(["a", "b", "c"], turn_s=0)
     with turns.step("a"):
-        turns.made("a", 1)
+        turns.count_tokens("a", 1)
     with turns.step("b"):
-        turns.made("b", 1)
-        turns.leave("a")
+        turns.count_tokens("b", 1)
+        turns.remove("a")
         later = threading.Thread(target=lambda: turns.step("c").__enter__())
         later.start()
         later.join(0.1)

@@ -16,7 +16,7 @@ from benchmarks.common import ResultLog
 from benchmarks.peers import PeerTask, TimedRun
 from benchmarks.report import __main__ as report
 from benchmarks.report import figures, measure
-from benchmarks.report.categories import FOLLOWED, heads
+from benchmarks.report.categories import FOLLOWED, iterate_heads
 from ngramspec import Engine, SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
@@ -75,7 +75,7 @@ def test_the_report_has_every_cell_and_goes_on_where_it_stopped(
     def absent() -> Any:
         raise peers.PeerAbsentError("not installed")
 
-    monkeypatch.setattr(report, "peers", lambda *_: {"hf": absent})
+    monkeypatch.setattr(report, "make_peers", lambda *_: {"hf": absent})
     args = arguments(data, tmp_path)
     measure_block = measure.measure_block
 
@@ -178,7 +178,7 @@ def test_a_missing_data_set_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_heads_of_functions_end_with_their_docstring() -> None:
     source = 'import os\n\n@cache\ndef f(a):\n    """What."""\n    return a\n\ndef g():\n    return 1\n'
-    assert list(heads(source)) == [(4, 'import os\n\n\n@cache\ndef f(a):\n    """What."""\n')]
+    assert list(iterate_heads(source)) == [(4, 'import os\n\n\n@cache\ndef f(a):\n    """What."""\n')]
 
 
 def test_transformers_assisted_by_its_first_layers_is_greedy(tmp_path: Path) -> None:
