@@ -191,7 +191,7 @@ def check_model(model: str) -> None:
 
 
 def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False, **settings: Any) -> Engine:
-    """`Engine`, but for `drafters` by their names, see `papers.registry`; `alone`: there is one, and nothing beside it.
+    """Open an `Engine` whose `drafters` are given by their names (`papers.registry`). `alone`: draft with the only one alone.
 
     Raises BadInputError for what is out of bounds, and what `Engine` raises.
     """

@@ -167,7 +167,7 @@ def _to_json(done: Completion, model: str) -> dict[str, Any]:
 
 
 def add_rates(stats: Stats) -> dict[str, Any]:
-    """Statistics as JSON has them, with the rates that follow from them."""
+    """Return statistics as JSON has them, with the rates that follow from them."""
     rates = {name: round(getattr(stats, name), 4) for name in ("acceptance_rate", "tokens_per_pass", "rows_per_pass")}
     return dataclasses.asdict(stats) | rates
 

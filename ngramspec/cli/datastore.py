@@ -193,7 +193,7 @@ def build_datastore(
 
 @app.command()
 def info(store: StoreArgument, as_json: Json = False) -> None:
-    """What a datastore holds, and what it was made from."""
+    """Show what a datastore holds, and what it was made from."""
     from ngramspec.datastore.reader import Datastore
 
     with Datastore.open(store) as opened:
@@ -321,7 +321,7 @@ def watch(
 
 @contextlib.contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: what it has begun to write is deleted."""
+    """Let SIGTERM end a command as Ctrl-C does, so that what it has begun to write is deleted."""
 
     def end(signum: int, frame: Any) -> None:
         raise SystemExit(TERMINATED)

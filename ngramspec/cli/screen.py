@@ -41,8 +41,10 @@ def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def find_verbatim_runs(sources: Sequence[str | None]) -> list[tuple[str, int]]:
-    """Runs of tokens that one file of a datastore proposed, as (path:first-last line, tokens), longest first. Other tokens in a run, such
-    as the model's own at the end of each pass, neither end nor count in it while the file stays the same and at most one stands alone.
+    """Return runs of tokens that one file of a datastore proposed, as (path:first-last line, tokens), longest first.
+
+    Other tokens in a run, such as the model's own at the end of each pass, neither end nor count in it while the file stays the same and
+    at most one stands alone.
     """
     runs: list[list[Any]] = []  # path, first line, last line, tokens, place of the last one
     for i, source in enumerate(sources):

@@ -118,7 +118,7 @@ class PromptMaker:
 
 
 def _read_files(extra: Files) -> list[tuple[str, str]]:
-    """Raises InvalidInputError."""
+    """Return further files as pairs of path and text. Raises InvalidInputError for what is no list of pairs or no text."""
     if isinstance(extra, str) or not isinstance(extra, (Sequence, Mapping)):
         raise InvalidInputError(f"extra must be pairs of path and text, got {extra!r:.80}", param="extra")
     files = list(extra.items() if isinstance(extra, Mapping) else extra)

@@ -51,7 +51,7 @@ class Core:
         on_error: Callable[[Sequence, Exception], None],
         acceptance: Acceptance | None = None,
     ) -> None:
-        """`on_error` is called with a sequence that failed alone; the others go on."""
+        """Take the parts of an engine. `on_error` is called with a sequence that failed alone; the others go on."""
         self.runner, self.timing, self.on_error = runner, StepTimer(cost), on_error
         self.acceptance = acceptance or ExactMatch()
         self.scheduler = Scheduler(runner.pool, runner.max_rows)

@@ -95,7 +95,7 @@ class Prompts:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def to_continue(self, text: str, *, parse_special: bool) -> list[int]:
-        """The ids of a text to be continued, behind the token that the tokenizer begins texts with, if any. Raises TokenizerError."""
+        """Return the ids of a text to be continued, after the token that the tokenizer begins texts with, if any. Raises TokenizerError."""
         return self._bos + self._encoder.encode_text(text, parse_special=parse_special)
 
     @cached_property
@@ -240,7 +240,7 @@ class Prompts:
             return False
 
     def _hide(self, text: str, role: str, marks: _Marks) -> str:
-        """The text with marks in the place of what is, or could become, a control token."""
+        """Return the text with marks in the place of what is, or could become, a control token."""
         body = text.strip()  # templates strip too
         start = len(text) - len(text.lstrip())
         before, after = text[:start], text[start + len(body) :]
@@ -342,7 +342,7 @@ class Prompts:
             raise UnsupportedModelError(f"the model's chat template cannot be used: {error}") from None
 
     def _encode(self, text: str) -> list[int]:
-        """Control tokens are what they are."""
+        """Return the ids of a rendered text, in which control tokens are control tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
@@ -409,7 +409,7 @@ def _shorten_id(number: str) -> str:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the texts, the longest where several begin at a place, as tokenizers do; none: never.
+    """Return a pattern that finds these texts, at each place the longest, as tokenizers do; without texts it finds nothing.
 
     The pattern is their tree of letters, so that a search does not slow down with their number.
     """

@@ -59,15 +59,15 @@ def _is_same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-def _done(routes: tuple[str, ...], names: str, why: str = "") -> Field:
+def _mark_done(routes: tuple[str, ...], names: str, why: str = "") -> Field:
     return Field(tuple(names.split()), routes, FieldSupport.DONE, why)
 
 
-def _accepted(routes: tuple[str, ...], names: str, why: str) -> Field:
+def _mark_accepted(routes: tuple[str, ...], names: str, why: str) -> Field:
     return Field(tuple(names.split()), routes, FieldSupport.ACCEPTED, why)
 
 
-def _refused(routes: tuple[str, ...], names: str, why: str, *neutral: Any, matters_with: tuple[tuple[str, Any], ...] = ()) -> Field:
+def _mark_refused(routes: tuple[str, ...], names: str, why: str, *neutral: Any, matters_with: tuple[tuple[str, Any], ...] = ()) -> Field:
     return Field(tuple(names.split()), routes, FieldSupport.REFUSED, why, neutral, matters_with)
 
 
@@ -79,153 +79,167 @@ _NOT_SAMPLED = "not among our samplers"
 
 _ROWS = (
     # ------------------------------------------------------------------ done
-    _done((COMPLETIONS, *LLAMAS), "prompt", "the text to continue; for /infill the beginning of the line"),
-    _done((CHAT,), "messages", "the conversation: roles system, developer, user, assistant, tool, and others that the template knows"),
-    _done((CHAT,), "add_generation_prompt", "false: the prompt ends behind the last message, with no answer begun"),
-    _done((CHAT,), "continue_final_message", "the text goes on with the last message, the assistant's; with `add_generation_prompt` false"),
-    _done((CHAT,), "chat_template_kwargs", "what else the model's template reads, such as `enable_thinking`; not what the server tells it"),
-    _done((INFILL,), "input_prefix input_suffix input_extra", "what stands around the cursor, and parts of other files"),
-    _done((COMPLETIONS,), "suffix", "fill in the middle, where the model can"),
-    _done((COMPLETIONS,), "echo", "the prompt before the text"),
-    _done((CHAT,), "echo", "the last message, if it is the assistant's, before the answer"),
-    _done((COMPLETIONS,), "use_beam_search", "the n best texts of beam search; not with a stream, `logprobs` or `stop`; nothing is drawn"),
-    _done((COMPLETIONS,), "length_penalty", "of beam search: a text's score is its log-probability over its length to this power"),
-    _done((COMPLETIONS,), "best_of", "n of so many, the likeliest; equal to n while streamed"),
-    _done((RESPONSES,), "input instructions", "the conversation: messages, calls of functions, their results"),
-    _done(V1, "model", "any name is answered by the model that is served, others than its own are refused with `--strict-model`"),
-    _done(ROUTES, "n", "texts for a prompt; a response is one"),
-    _done((*OPENAI, *LLAMAS), "n_cmpl", "`n` in llama.cpp's words"),
-    _done((*OPENAI, *LLAMAS), "max_tokens", "most tokens to write; 0: the prompt is computed, and nothing written; -1: as many as fit"),
-    _done((RESPONSES,), "max_output_tokens", "most tokens to write"),
-    _done((CHAT,), "max_completion_tokens", "`max_tokens` by its new name, which counts"),
-    _done((*OPENAI, *LLAMAS), "n_predict", "`max_tokens` in llama.cpp's words"),
-    _done(ROUTES, "stop", "texts that end the answer"),
-    _done(ROUTES, "seed", "the same seed gives the same text"),
-    _done(V1, "logit_bias", "numbers added to logits, by token ids"),
-    _done(LLAMAS, "logit_bias", "numbers added to logits, of token ids or of the tokens of texts"),
-    _done(OPENAI, "logprobs", "log-probabilities of the tokens; -1: of the whole vocabulary, where the server's limit is -1"),
-    _done((CHAT, RESPONSES), "top_logprobs", "and of so many others"),
-    _done((*OPENAI, *LLAMAS), "n_probs", "log-probabilities of so many tokens, in llama.cpp's words"),
-    _done(OPENAI, "prompt_logprobs", "log-probabilities of the prompt's tokens and of so many others"),
-    _done(OPENAI, "return_token_ids", "ids of the prompt's tokens and of the text's"),
-    _done(OPENAI, "return_tokens_as_token_ids", "log-probabilities name tokens as `token_id:17`"),
-    _done(ROUTES, "return_progress", "a stream says how much of the prompt is done"),
-    _done(ROUTES, "timings_per_token", "llama.cpp's `timings` in every piece of a stream"),
-    _done(OPENAI, "verbose", "`__verbose` in the answer shows the prompt"),
-    _done(ROUTES, "stream", "pieces as they are written"),
-    _done(V1, "stream_options", "`include_usage`, `continuous_usage_stats`; `include_obfuscation` changes nothing"),
-    _done(ROUTES, "repeat_penalty", "`repetition_penalty` in llama.cpp's words"),
-    _done(LLAMAS, "n_indent", "a line with less indentation ends the text"),
-    _done(LLAMAS, "t_max_predict_ms", "after so long, the next line end ends the text"),
-    _done(LLAMAS, "return_tokens", "token ids in the answer"),
-    _done(LLAMAS, "response_fields", "which fields the answer has"),
-    _done(ROUTES, "cache_prompt", "false: computed without the prefix cache, with the same text"),
-    _done(
+    _mark_done((COMPLETIONS, *LLAMAS), "prompt", "the text to continue; for /infill the beginning of the line"),
+    _mark_done((CHAT,), "messages", "the conversation: roles system, developer, user, assistant, tool, and others that the template knows"),
+    _mark_done((CHAT,), "add_generation_prompt", "false: the prompt ends behind the last message, with no answer begun"),
+    _mark_done(
+        (CHAT,), "continue_final_message", "the text goes on with the last message, the assistant's; with `add_generation_prompt` false"
+    ),
+    _mark_done(
+        (CHAT,), "chat_template_kwargs", "what else the model's template reads, such as `enable_thinking`; not what the server tells it"
+    ),
+    _mark_done((INFILL,), "input_prefix input_suffix input_extra", "what stands around the cursor, and parts of other files"),
+    _mark_done((COMPLETIONS,), "suffix", "fill in the middle, where the model can"),
+    _mark_done((COMPLETIONS,), "echo", "the prompt before the text"),
+    _mark_done((CHAT,), "echo", "the last message, if it is the assistant's, before the answer"),
+    _mark_done(
+        (COMPLETIONS,), "use_beam_search", "the n best texts of beam search; not with a stream, `logprobs` or `stop`; nothing is drawn"
+    ),
+    _mark_done((COMPLETIONS,), "length_penalty", "of beam search: a text's score is its log-probability over its length to this power"),
+    _mark_done((COMPLETIONS,), "best_of", "n of so many, the likeliest; equal to n while streamed"),
+    _mark_done((RESPONSES,), "input instructions", "the conversation: messages, calls of functions, their results"),
+    _mark_done(V1, "model", "any name is answered by the model that is served, others than its own are refused with `--strict-model`"),
+    _mark_done(ROUTES, "n", "texts for a prompt; a response is one"),
+    _mark_done((*OPENAI, *LLAMAS), "n_cmpl", "`n` in llama.cpp's words"),
+    _mark_done(
+        (*OPENAI, *LLAMAS), "max_tokens", "most tokens to write; 0: the prompt is computed, and nothing written; -1: as many as fit"
+    ),
+    _mark_done((RESPONSES,), "max_output_tokens", "most tokens to write"),
+    _mark_done((CHAT,), "max_completion_tokens", "`max_tokens` by its new name, which counts"),
+    _mark_done((*OPENAI, *LLAMAS), "n_predict", "`max_tokens` in llama.cpp's words"),
+    _mark_done(ROUTES, "stop", "texts that end the answer"),
+    _mark_done(ROUTES, "seed", "the same seed gives the same text"),
+    _mark_done(V1, "logit_bias", "numbers added to logits, by token ids"),
+    _mark_done(LLAMAS, "logit_bias", "numbers added to logits, of token ids or of the tokens of texts"),
+    _mark_done(OPENAI, "logprobs", "log-probabilities of the tokens; -1: of the whole vocabulary, where the server's limit is -1"),
+    _mark_done((CHAT, RESPONSES), "top_logprobs", "and of so many others"),
+    _mark_done((*OPENAI, *LLAMAS), "n_probs", "log-probabilities of so many tokens, in llama.cpp's words"),
+    _mark_done(OPENAI, "prompt_logprobs", "log-probabilities of the prompt's tokens and of so many others"),
+    _mark_done(OPENAI, "return_token_ids", "ids of the prompt's tokens and of the text's"),
+    _mark_done(OPENAI, "return_tokens_as_token_ids", "log-probabilities name tokens as `token_id:17`"),
+    _mark_done(ROUTES, "return_progress", "a stream says how much of the prompt is done"),
+    _mark_done(ROUTES, "timings_per_token", "llama.cpp's `timings` in every piece of a stream"),
+    _mark_done(OPENAI, "verbose", "`__verbose` in the answer shows the prompt"),
+    _mark_done(ROUTES, "stream", "pieces as they are written"),
+    _mark_done(V1, "stream_options", "`include_usage`, `continuous_usage_stats`; `include_obfuscation` changes nothing"),
+    _mark_done(ROUTES, "repeat_penalty", "`repetition_penalty` in llama.cpp's words"),
+    _mark_done(LLAMAS, "n_indent", "a line with less indentation ends the text"),
+    _mark_done(LLAMAS, "t_max_predict_ms", "after so long, the next line end ends the text"),
+    _mark_done(LLAMAS, "return_tokens", "token ids in the answer"),
+    _mark_done(LLAMAS, "response_fields", "which fields the answer has"),
+    _mark_done(ROUTES, "cache_prompt", "false: computed without the prefix cache, with the same text"),
+    _mark_done(
         (COMPLETIONS, LLAMA), "parse_special", "false: control tokens in the prompt's text are spelled out; default: the server's setting"
     ),
-    _done(
+    _mark_done(
         ROUTES,
         "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar grammar json_schema",
         "the form of the answer; see below",
     ),
-    _done((RESPONSES,), "text", "`format` is the form of the answer; `verbosity` changes nothing"),
-    _done((RESPONSES,), "reasoning", "`effort` is what templates read as `reasoning_effort`; `summary` changes nothing"),
-    _done((CHAT,), "reasoning_effort", "told to templates that read it; others have no such word, and nothing changes"),
-    _done((CHAT,), "reasoning_format", "`none`: thoughts stay in the text; `auto`, `deepseek`: they are `reasoning_content`"),
-    _done((CHAT,), "include_reasoning", "false: thoughts are left out"),
-    _done((RESPONSES,), "previous_response_id", "the response whose conversation the input goes on from"),
-    _done((RESPONSES,), "store", "false: no later request goes on from this response"),
-    _accepted(tuple(route for route in ROUTES if route != RESPONSES), "store", "nothing is stored"),
-    _done((RESPONSES,), "include", "what else to tell: `message.output_text.logprobs`; what this server does not have changes nothing"),
-    _done((RESPONSES,), "enable_response_messages", "prompt and output as the model has them, with control tokens and ids, as in vLLM"),
-    _done(V1, "truncate_prompt_tokens truncation_side", "the last tokens of a prompt (`right`: the first); -1: what the context holds"),
-    _done((*OPENAI, *LLAMAS), "prediction", "ours; see above"),
-    _done(ROUTES, "datastore speculation speculative_metrics return_sources", "ours; see above"),
+    _mark_done((RESPONSES,), "text", "`format` is the form of the answer; `verbosity` changes nothing"),
+    _mark_done((RESPONSES,), "reasoning", "`effort` is what templates read as `reasoning_effort`; `summary` changes nothing"),
+    _mark_done((CHAT,), "reasoning_effort", "told to templates that read it; others have no such word, and nothing changes"),
+    _mark_done((CHAT,), "reasoning_format", "`none`: thoughts stay in the text; `auto`, `deepseek`: they are `reasoning_content`"),
+    _mark_done((CHAT,), "include_reasoning", "false: thoughts are left out"),
+    _mark_done((RESPONSES,), "previous_response_id", "the response whose conversation the input goes on from"),
+    _mark_done((RESPONSES,), "store", "false: no later request goes on from this response"),
+    _mark_accepted(tuple(route for route in ROUTES if route != RESPONSES), "store", "nothing is stored"),
+    _mark_done(
+        (RESPONSES,), "include", "what else to tell: `message.output_text.logprobs`; what this server does not have changes nothing"
+    ),
+    _mark_done(
+        (RESPONSES,), "enable_response_messages", "prompt and output as the model has them, with control tokens and ids, as in vLLM"
+    ),
+    _mark_done(
+        V1, "truncate_prompt_tokens truncation_side", "the last tokens of a prompt (`right`: the first); -1: what the context holds"
+    ),
+    _mark_done((*OPENAI, *LLAMAS), "prediction", "ours; see above"),
+    _mark_done(ROUTES, "datastore speculation speculative_metrics return_sources", "ours; see above"),
     # ------------------------------------------------------------------ of tools
-    _done((CHAT, RESPONSES), "tools tool_choice", "what the answer may call, and whether it has to"),
-    _done((CHAT, RESPONSES), "parallel_tool_calls", "false: one call at most; absent: one where a call is required, else any number"),
-    _refused((CHAT,), "functions function_call", "tools have taken their place", [], "none"),
-    _refused((CHAT,), "parse_tool_calls", "calls are told apart from text wherever there are tools", True),
+    _mark_done((CHAT, RESPONSES), "tools tool_choice", "what the answer may call, and whether it has to"),
+    _mark_done((CHAT, RESPONSES), "parallel_tool_calls", "false: one call at most; absent: one where a call is required, else any number"),
+    _mark_refused((CHAT,), "functions function_call", "tools have taken their place", [], "none"),
+    _mark_refused((CHAT,), "parse_tool_calls", "calls are told apart from text wherever there are tools", True),
     # ------------------------------------------------------------------ accepted, whatever they say
-    _accepted((CHAT,), "verbosity", "a hint, which no template knows"),
-    _accepted(
+    _mark_accepted((CHAT,), "verbosity", "a hint, which no template knows"),
+    _mark_accepted(
         ROUTES,
         "user safety_identifier metadata client_metadata service_tier priority request_id session_id "
         "prompt_cache_key prompt_cache_retention prompt_cache_options",
         "about the request: nothing is stored or passed on, requests run in the order in which they come",
     ),
-    _done(
+    _mark_done(
         LLAMAS,
         "id_slot",
         "the slot whose tokens can be saved afterwards; what computes a prompt alone (`n_predict` 0) ends once its slot is named again, "
         "by the same window if that computes a prompt alone, too",
     ),
-    _accepted(V1, "id_slot", "there are no slots to choose"),
-    _accepted(
+    _mark_accepted(V1, "id_slot", "there are no slots to choose"),
+    _mark_accepted(
         (CHAT,),
         "response_fields",
         "of /completion: llama.vim sends it with its instructions, and llama.cpp's chats have no use for it either",
     ),
-    _accepted(ROUTES, "n_cache_reuse n_keep n_discard", "no context is shifted"),
-    _accepted(
+    _mark_accepted(ROUTES, "n_cache_reuse n_keep n_discard", "no context is shifted"),
+    _mark_accepted(
         ROUTES,
         "speculative.n_min speculative.n_max speculative.p_min speculative.type t_max_prompt_ms stream_interval sse_ping_interval "
         "backend_sampling mm_payload guided_decoding_backend",
         "how soon the answer comes, not which it is",
     ),
-    _accepted(ROUTES, "samplers", "the order is ours: penalties, temperature, top-k, top-p, min-p, each where its own field asks"),
-    _accepted(
+    _mark_accepted(ROUTES, "samplers", "the order is ours: penalties, temperature, top-k, top-p, min-p, each where its own field asks"),
+    _mark_accepted(
         ROUTES,
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta xtc_threshold dynatemp_exponent "
         "adaptive_decay",
         "only with a field that is refused: `dry_multiplier`, `mirostat`, `xtc_probability`, `dynatemp_range`, `adaptive_target`",
     ),
-    _accepted(LLAMAS, "model", "there is one"),
-    _accepted((LLAMA,), "input_prefix input_suffix input_extra", "of /infill: here the prompt is all there is, as llama.cpp has it"),
+    _mark_accepted(LLAMAS, "model", "there is one"),
+    _mark_accepted((LLAMA,), "input_prefix input_suffix input_extra", "of /infill: here the prompt is all there is, as llama.cpp has it"),
     # ------------------------------------------------------------------ refused: sampling
-    _refused(ROUTES, "typical_p typ_p", _NOT_SAMPLED, 1),
-    _refused(ROUTES, "top_n_sigma", _NOT_SAMPLED, -1, 0),
-    _refused(ROUTES, "mirostat", _NOT_SAMPLED, 0),
-    _refused(ROUTES, "dry_multiplier xtc_probability dynatemp_range", _NOT_SAMPLED, 0),
-    _refused(ROUTES, "adaptive_target", _NOT_SAMPLED, -1),
-    _refused(ROUTES, "min_keep", _NOT_SAMPLED, 0),
-    _refused(ROUTES, "repeat_last_n", "penalties look at the whole text", -1, matters_with=_PENALTIES),
-    _refused(ROUTES, "watermarking", _NOT_SAMPLED, False),
-    _refused(_NO_BEAMS, "use_beam_search", "/v1/completions has it", False),
-    _refused(_NO_BEAMS, "length_penalty", "of beam search", 1),
-    _refused(ROUTES, "repetition_detection", _NOT_SAMPLED),
-    _refused(ROUTES, "lora", "there are no adapters", []),
-    _refused(ROUTES, "guided_whitespace_pattern", "JSON has the blanks that docs/server.md tells of", ""),
-    _refused(ROUTES, "grammar_lazy", "a grammar begins with the text", False),
-    _refused(ROUTES, "grammar_triggers preserved_tokens", "a grammar begins with the text", []),
-    _refused(ROUTES, "vllm_xargs kv_transfer_params ec_transfer_params", "there are no extensions", {}),
-    _refused(ROUTES, "cache_salt", "prompts are shared within a key's tenant: give out several keys"),
+    _mark_refused(ROUTES, "typical_p typ_p", _NOT_SAMPLED, 1),
+    _mark_refused(ROUTES, "top_n_sigma", _NOT_SAMPLED, -1, 0),
+    _mark_refused(ROUTES, "mirostat", _NOT_SAMPLED, 0),
+    _mark_refused(ROUTES, "dry_multiplier xtc_probability dynatemp_range", _NOT_SAMPLED, 0),
+    _mark_refused(ROUTES, "adaptive_target", _NOT_SAMPLED, -1),
+    _mark_refused(ROUTES, "min_keep", _NOT_SAMPLED, 0),
+    _mark_refused(ROUTES, "repeat_last_n", "penalties look at the whole text", -1, matters_with=_PENALTIES),
+    _mark_refused(ROUTES, "watermarking", _NOT_SAMPLED, False),
+    _mark_refused(_NO_BEAMS, "use_beam_search", "/v1/completions has it", False),
+    _mark_refused(_NO_BEAMS, "length_penalty", "of beam search", 1),
+    _mark_refused(ROUTES, "repetition_detection", _NOT_SAMPLED),
+    _mark_refused(ROUTES, "lora", "there are no adapters", []),
+    _mark_refused(ROUTES, "guided_whitespace_pattern", "JSON has the blanks that docs/server.md tells of", ""),
+    _mark_refused(ROUTES, "grammar_lazy", "a grammar begins with the text", False),
+    _mark_refused(ROUTES, "grammar_triggers preserved_tokens", "a grammar begins with the text", []),
+    _mark_refused(ROUTES, "vllm_xargs kv_transfer_params ec_transfer_params", "there are no extensions", {}),
+    _mark_refused(ROUTES, "cache_salt", "prompts are shared within a key's tenant: give out several keys"),
     # ------------------------------------------------------------------ refused: what would have to be stored
-    _refused((RESPONSES,), "conversation", "conversations are not stored here; `previous_response_id` goes on from a response"),
-    _refused((RESPONSES,), "prompt", "prompts are not stored here"),
-    _refused((RESPONSES,), "background", "responses are made while the client waits; stream them", False),
+    _mark_refused((RESPONSES,), "conversation", "conversations are not stored here; `previous_response_id` goes on from a response"),
+    _mark_refused((RESPONSES,), "prompt", "prompts are not stored here"),
+    _mark_refused((RESPONSES,), "background", "responses are made while the client waits; stream them", False),
     # ------------------------------------------------------------------ refused: prompts
-    _refused((RESPONSES,), "truncation", "a prompt is cut by `truncate_prompt_tokens` alone", "disabled"),
-    _refused((CHAT,), "chat_template", "no template comes from a request"),
-    _refused((CHAT,), "documents", _TEMPLATE, []),
-    _refused((CHAT,), "add_special_tokens", "the template has them", False),
-    _refused((COMPLETIONS,), "add_special_tokens", "the tokenizer's own beginning; send token ids for another", True),
-    _refused((COMPLETIONS,), "prompt_embeds", "text and token ids only"),
-    _refused((INFILL, CHAT, RESPONSES), "parse_special", "here text is never a control token; /completion has it", False),
-    _refused((LLAMA,), "image_data multimodal_data", _TEXT_ONLY, []),
-    _refused((CHAT,), "audio web_search_options moderation", "text of the model alone"),
-    _refused((CHAT,), "modalities", _TEXT_ONLY, ["text"]),
-    _refused((CHAT,), "media_io_kwargs mm_processor_kwargs", _TEXT_ONLY, {}),
+    _mark_refused((RESPONSES,), "truncation", "a prompt is cut by `truncate_prompt_tokens` alone", "disabled"),
+    _mark_refused((CHAT,), "chat_template", "no template comes from a request"),
+    _mark_refused((CHAT,), "documents", _TEMPLATE, []),
+    _mark_refused((CHAT,), "add_special_tokens", "the template has them", False),
+    _mark_refused((COMPLETIONS,), "add_special_tokens", "the tokenizer's own beginning; send token ids for another", True),
+    _mark_refused((COMPLETIONS,), "prompt_embeds", "text and token ids only"),
+    _mark_refused((INFILL, CHAT, RESPONSES), "parse_special", "here text is never a control token; /completion has it", False),
+    _mark_refused((LLAMA,), "image_data multimodal_data", _TEXT_ONLY, []),
+    _mark_refused((CHAT,), "audio web_search_options moderation", "text of the model alone"),
+    _mark_refused((CHAT,), "modalities", _TEXT_ONLY, ["text"]),
+    _mark_refused((CHAT,), "media_io_kwargs mm_processor_kwargs", _TEXT_ONLY, {}),
     # ------------------------------------------------------------------ refused: chains of thought
-    _refused((CHAT,), "reasoning_control thinking_forced_open", "thoughts begin where the template or the model begins them", False),
-    _refused(OPENAI, "thinking_token_budget", "thoughts end where the model ends them", -1),
+    _mark_refused((CHAT,), "reasoning_control thinking_forced_open", "thoughts begin where the template or the model begins them", False),
+    _mark_refused(OPENAI, "thinking_token_budget", "thoughts end where the model ends them", -1),
     # ------------------------------------------------------------------ refused: one dialect's words on another's routes
-    _refused((RESPONSES,), "logprobs", "here `include` asks for them", 0, False),
-    _refused((RESPONSES,), "max_tokens max_completion_tokens", "here it is `max_output_tokens`"),
-    _refused((RESPONSES,), "max_tool_calls", "functions are called by the client"),
-    _refused(V1, "n_indent", "/completion and /infill have it", 0),
-    _refused(V1, "t_max_predict_ms", "/completion and /infill have it", 0, -1),
-    _refused(LLAMAS, "truncate_prompt_tokens", "/v1 has it"),
+    _mark_refused((RESPONSES,), "logprobs", "here `include` asks for them", 0, False),
+    _mark_refused((RESPONSES,), "max_tokens max_completion_tokens", "here it is `max_output_tokens`"),
+    _mark_refused((RESPONSES,), "max_tool_calls", "functions are called by the client"),
+    _mark_refused(V1, "n_indent", "/completion and /infill have it", 0),
+    _mark_refused(V1, "t_max_predict_ms", "/completion and /infill have it", 0, -1),
+    _mark_refused(LLAMAS, "truncate_prompt_tokens", "/v1 has it"),
 )
 
 
@@ -233,7 +247,7 @@ def _list_rows() -> Iterator[Field]:
     told = {name for row in _ROWS for name in row.names}
     for name, option in options_of(SamplingParams).items():
         if name not in told:
-            yield _done(ROUTES, name, option.help)
+            yield _mark_done(ROUTES, name, option.help)
     yield from _ROWS
 
 

@@ -33,13 +33,13 @@ def make_router(state: ServerState) -> APIRouter:
 
     @routes.get("/live")
     async def live() -> dict[str, str]:
-        """200 as long as the process answers, also while the model is loaded: what restarts it if it hangs."""
+        """Return 200 as long as the process answers, also while the model is loaded."""
         return {"status": "ok"}
 
     @routes.get("/v1/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> dict[str, str]:
-        """200 while the server takes work, 503 before and after, and if a text is being encoded for longer than any takes."""
+        """Return 200 while the server takes work, 503 before and after, and if a text is being encoded for longer than any takes."""
         if state.admission.draining or state.engine.closed or state.encoders.stuck:
             what = "shutting down" if state.admission.draining else "the engine has stopped" if state.engine.closed else "encoding is stuck"
             raise ApiError(503, what, code="unavailable", headers=retry_after(10))

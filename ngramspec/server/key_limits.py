@@ -36,7 +36,7 @@ class KeyLimits:
         self._running[key.name] -= 1
 
     def _take(self, name: str, per_minute: int) -> None:
-        """A bucket of a minute's requests, which fills at an even pace (the generic cell rate algorithm)."""
+        """Take a request from a bucket of a minute's, which fills at an even pace (generic cell rate algorithm). Raises ApiError 429."""
         now, pace = self._now(), 60 / per_minute
         free_at = max(self._free_at.get(name, 0.0), now) + pace
         if free_at - now > 60 + 1e-6:

@@ -97,11 +97,11 @@ class Reservation:
             self.close()
 
     def detach(self) -> None:
-        """Leaving the `with` block no longer closes it: a streaming response that outlives the block does."""
+        """Let a response that outlives the `with` block close the reservation in place of the block's end."""
         self._detached = True
 
     def return_room(self) -> None:
-        """The engine is done with these sequences, though the answer may still be on its way. Any number of times."""
+        """Give the room back once the engine is done with the sequences, even if the answer is still on its way. May be called again."""
         self._admission._reserved -= self.sequences
         self.sequences = 0
 
@@ -227,7 +227,7 @@ class AdmissionQueue:
         *,
         final_only: bool = False,
     ) -> None:
-        """Hand the works in, one or more. Raises ApiError; then none of them runs."""
+        """Submit one or more inputs to the engine; `take` gets what they bring. Raises ApiError; then none of them runs."""
         assert inputs
         if self.draining:  # since the reservation was made
             raise self._refuse_draining()

@@ -142,7 +142,7 @@ class Repositories:
             each.wait()
 
     def get_hidden_stores(self, name: str | None) -> frozenset[str]:
-        """Stores that requests at a tree's address (None: at the server's own) draft from only if they name them. Raises KeyError.
+        """Return the stores that requests at a tree's address (None: the server's own) use only if they name them. Raises KeyError.
 
         At the server's own address one tree is everybody's; of several, none is.
         """

@@ -165,7 +165,7 @@ class Protocol(H11Protocol):
         self.flow.resume_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. With a whole request it may still listen, or be gone: true: the connection stays, to be found out."""
+        """Keep the connection (true) if the client, which sends no more, has sent a whole request: it may still listen to the answer."""
         cycle = self.cycle
         if self._refused or cycle is None or cycle.response_complete or self.conn.their_state is not h11.DONE:
             return False
@@ -174,7 +174,7 @@ class Protocol(H11Protocol):
         return True
 
     def _ask_whether_it_listens(self, first: bool) -> None:
-        """Abort if the client is gone. Else send what only one that is gone refuses: an interim response, or a comment in a stream."""
+        """Drop the connection if the client is gone. Else send what only one that is gone refuses: an interim response, or a comment."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

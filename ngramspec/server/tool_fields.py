@@ -97,7 +97,7 @@ def _read_tool(declared: ToolDeclared, where: str) -> DeclaredTool:
 
 
 def _read_choice(choice: ChosenTool) -> NamedTools:
-    """Raises ApiError (400)."""
+    """Return the tools that `tool_choice` names. Raises ApiError (400)."""
     if choice.type == "allowed_tools" and (allowed := choice.allowed_tools) is not None:
         return NamedTools([_read_name(tool) for tool in allowed.tools], required=allowed.mode == "required", several=True)
     if choice.type == "function":

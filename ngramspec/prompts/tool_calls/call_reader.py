@@ -26,8 +26,8 @@ class CallReader:
     """Finds the calls in one text."""
 
     def __init__(self, form: CallFormat, tools: KnownTools, *, held: bool = False, calls_only: bool = False, several: bool = True) -> None:
-        """`held`: a grammar holds calls to the template's form, so they are passed on while they are written; other calls are passed on
-        when they are whole. `calls_only`: the text is nothing but calls. `several`: pass on more than the first call."""
+        """Begin a text. `held`: a grammar holds calls to the template's form, so they are passed on while they are written; other calls
+        are passed on when they are whole. `calls_only`: the text is nothing but calls. `several`: pass on more than the first call."""
         own = make_template_form(form, held=held)
         self._forms: tuple[CallForm, ...] = (*([] if own is None else [own]), *FORMS)
         self._begin, self._begin_in_code = (

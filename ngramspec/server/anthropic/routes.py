@@ -62,7 +62,7 @@ def make_router(state: ServerState) -> APIRouter:
 
 
 def _make_conversation(state: ServerState, prompts: Prompts, body: CountTokensRequest) -> Conversation:
-    """Raises ApiError (400)."""
+    """Return the conversation that a request asks to continue. Raises ApiError (400)."""
     turns = body.make_turns()
     style = body.style
     if turns and turns[-1].role == ASSISTANT and not turns[-1].calls:  # the answer goes on with it
@@ -84,7 +84,7 @@ class _MessageHandler(CompletionHandler):
         return self._conversation.encode(self._body, self._body.max_tokens)
 
     def make_input(self, ids: list[int]) -> EngineInput:
-        """Compiles grammars; may take seconds. Raises ApiError."""
+        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
         max_tokens = min(self._body.max_tokens, self._conversation.count_room(len(ids)))
         return self._conversation.make_input(ids, self._body, self.hints, max_tokens=max_tokens, n=1, logprobs=None)
 

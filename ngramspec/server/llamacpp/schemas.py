@@ -66,7 +66,7 @@ class LlamaRequest(GenerationFields):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, given: Any) -> Any:
-        """null means the default, as it does to llama.cpp."""
+        """Leave out fields that are null, which means their default, as in llama.cpp."""
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     @model_validator(mode="after")

@@ -154,7 +154,7 @@ class _OllamaHandler(CompletionHandler):
         return self._conversation.encode(self._sampling, self._body.max_tokens)
 
     def make_input(self, ids: list[int]) -> EngineInput:
-        """Compiles grammars; may take seconds. Raises ApiError."""
+        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
         assert self._conversation is not None
         max_tokens = self.count_tokens(ids)
         return self._conversation.make_input(ids, self._sampling, self.hints, max_tokens=max_tokens, n=1, logprobs=self._body.n_logprobs)
@@ -284,7 +284,7 @@ class _GenerateHandler(_OllamaHandler):
         return ids
 
     def make_input(self, ids: list[int]) -> EngineInput:
-        """Compiles grammars; may take seconds. Raises ApiError."""
+        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
         if self._conversation is not None:
             return super().make_input(ids)
         form = read_grammar(self._sampling)

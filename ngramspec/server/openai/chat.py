@@ -122,7 +122,7 @@ class _ChatHandler(CompletionHandler):
         return ids
 
     def make_input(self, ids: list[int]) -> EngineInput:
-        """Compiles grammars; may take seconds. Raises ApiError."""
+        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
         body = self._body
         top = (body.top_logprobs or body.n_probs or 0) if self._logprobs_asked else None
         return self._conversation.make_input(
@@ -244,7 +244,7 @@ class _ChatHandler(CompletionHandler):
 
 
 def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
-    """Raises ApiError (400)."""
+    """Return the conversation that a request asks to continue. Raises ApiError (400)."""
     turns = read_turns(body.messages, _read_turn)
     answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if goes_on and answer_follows:

@@ -61,12 +61,12 @@ def make_router(state: ServerState) -> APIRouter:
 
     @routes.get("/v1/models", response_model=ModelList)
     async def list_names(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
-        """The model under each of its names, in the words of OpenAI and of Anthropic."""
+        """List the model under each of its names, in the words of OpenAI and of Anthropic."""
         return describe_models(state.names)
 
     @routes.get("/models", response_model=ModelList, tags=["llama.cpp"])
     async def list_models(identity: Annotated[Identity, Depends(identify)]) -> dict[str, Any]:
-        """The model, once, with all its names as `aliases`."""
+        """List the model once, with all its names as `aliases`."""
         return describe_models(state.names[:1])
 
     @routes.get("/v1/models/{name:path}", response_model=Model)
@@ -153,7 +153,7 @@ class _TextHandler(CompletionHandler):
         self._special = SpecialTokens.from_params(body.skip_special_tokens is not False, body.spaces_between_special_tokens is not False)  # type: ignore[attr-defined]
 
     def make_inputs(self) -> list[EngineInput]:
-        """Encodes; may take a while. Raises ApiError, ValueError."""
+        """Encode the prompts, which may take a while, and return what the engine is asked. Raises ApiError, ValueError."""
         encode_prediction(self.hints, self._body.prediction, self._engine)
         prompts = [self._encode(prompt) for prompt in self.prompts]
         params = self._params
@@ -314,6 +314,6 @@ def _refuse(wrong: bool, param: str, why: str, code: str | None = None) -> None:
 
 
 def _mean_logprob(choice: Choice) -> float:
-    """Mean log-probability of a token."""
+    """Return the mean log-probability of a token."""
     logprobs = choice.logprobs or []
     return sum(each.logprob for each in logprobs) / max(len(logprobs), 1)

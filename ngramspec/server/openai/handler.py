@@ -183,7 +183,7 @@ class Conversation:
     _is_formed: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ApiError (400)."""
+        """Check that the model can answer it, and apply the server's settings. Raises ApiError (400)."""
         if not self.prompts.has_chat_template:
             why = "this model has no chat template; /v1/completions continues texts"
             raise make_field_error(self.param, why, "not_supported")

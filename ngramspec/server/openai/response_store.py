@@ -45,7 +45,7 @@ class ResponseStore:
             self.delete(tenant, next(iter(responses)))
 
     def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
-        """Raises ApiError 404 for a response that is not there, or is another tenant's. `param`: the field that names it."""
+        """Return a stored response. Raises ApiError 404 if this tenant has none of this id. `param`: the field that names it."""
         stored = self._tenants.get(tenant, OrderedDict()).get(response_id)
         if stored is None:
             why = f"there is no response {response_id[:100]!r}: it was not stored, or made room for later ones"
@@ -61,7 +61,7 @@ class ResponseStore:
         return item
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Raises ApiError 404 as `get` does."""
+        """Forget a stored response. Raises ApiError 404 as `get` does."""
         stored = self.get(tenant, response_id)
         self._n_bytes[tenant] -= stored.n_bytes
         del self._tenants[tenant][response_id]

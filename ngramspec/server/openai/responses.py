@@ -112,7 +112,7 @@ def make_router(state: ServerState) -> APIRouter:
 
 
 def _make_conversation(state: ServerState, prompts: Prompts, body: ResponsesRequest) -> Conversation:
-    """Raises ApiError (400)."""
+    """Return the conversation that a request asks to continue. Raises ApiError (400)."""
     return Conversation(state, prompts, body.turns, body.box, "input", body.make_style())
 
 
@@ -133,7 +133,7 @@ class _ResponseHandler(CompletionHandler):
             return self._conversation.encode(self._body, self._body.max_output_tokens)
 
     def make_input(self, ids: list[int]) -> EngineInput:
-        """Compiles grammars; may take seconds. Raises ApiError."""
+        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
         with in_its_words():
             body = self._body
             return self._conversation.make_input(ids, body, self.hints, max_tokens=body.max_output_tokens, n=1, logprobs=body.n_logprobs)
