@@ -92,7 +92,8 @@ def _embed_chunks(tokens, first, end, out):
                 out[i, (keys[s] >> _32) % DIM] += weight if keys[s] >> np.uint64(63) else -weight
         norm = np.sqrt(np.sum(out[i] * out[i]))
         if norm > 0:
-            out[i] /= norm
+            for d in range(DIM):
+                out[i, d] /= norm
 
 
 def embed_segment(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:

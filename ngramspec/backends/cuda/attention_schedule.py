@@ -107,7 +107,8 @@ def fill_schedule(positions, items, owners, n_programs, n_places, shares):
             n += 1
     order = np.argsort(-sizes[:n], kind="mergesort")
     for i in range(n):
-        shares[i] = found[order[i]]
+        for word in range(WORDS):
+            shares[i, word] = found[order[i], word]
     shares[n:] = 0
     return n
 
