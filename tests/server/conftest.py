@@ -41,9 +41,12 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_server() -> Iterator[Callable[..., Server]]:
-    """`start_server(engine, settings, repositories) -> Server`, a real uvicorn in a thread; all are stopped at the end."""
+    """`start_server(engine, settings, repositories) -> Server`, a real uvicorn in a thread; all are stopped at the end.
+
+    Left to wait, a hundred would make all later tests slower: fair_time looks at every thread, and each server wakes ten times a second.
+    """
     started: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def start(engine: Engine, settings: ServerSettings | None = None, repositories: Repositories | None = None) -> Server:
@@ -69,7 +72,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
     assert not any(thread.is_alive() for _, thread in started), "a server goes on"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_server(start_server: Callable[..., Server], engine: Engine) -> Callable[..., Server]:
     """`make_server(settings=None, engine=None) -> Server`; without an engine, the session's."""
 
@@ -79,7 +82,7 @@ def make_server(start_server: Callable[..., Server], engine: Engine) -> Callable
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(make_server: Callable[..., Server]) -> Server:
     return make_server()
 
