@@ -37,7 +37,7 @@ from ngramspec.datastore import segment_writer
 from ngramspec.datastore.errors import DatastoreNotFoundError
 from ngramspec.datastore.lookup import Matcher, propose_batch
 from ngramspec.datastore.lookup_arrays import NODES, OCCURRENCES, OUT_PARENTS, OUT_START, OUT_TOKENS
-from ngramspec.datastore.numba_intrinsics import pointer
+from ngramspec.datastore.numba_intrinsics import cast_to_pointer
 from ngramspec.datastore.reader import Datastore
 
 BATCH, MAX_MATCH, STEPS = 64, 64, 32
@@ -213,9 +213,9 @@ class Group:
 @njit
 def count_accepted(work, b, text):
     """Return the length of the path of the batch's tree b that is the text's beginning."""
-    start = carray(pointer(work[OUT_START]), BATCH + 1, np.int64)
-    tokens = carray(pointer(work[OUT_TOKENS]), start[BATCH], np.int32)
-    parents = carray(pointer(work[OUT_PARENTS]), start[BATCH], np.int32)
+    start = carray(cast_to_pointer(work[OUT_START]), BATCH + 1, np.int64)
+    tokens = carray(cast_to_pointer(work[OUT_TOKENS]), start[BATCH], np.int32)
+    parents = carray(cast_to_pointer(work[OUT_PARENTS]), start[BATCH], np.int32)
     node, n = -1, 0
     for i in range(start[b], start[b + 1]):
         if parents[i] == node and n < len(text) and tokens[i] == text[n]:

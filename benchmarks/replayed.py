@@ -214,7 +214,7 @@ def write_rest_index(stores: Sequence[Datastore], folder: Path) -> Path:
     path = folder / "rest.idx"
     writer = draftretriever.Writer(str(path), vocab_size=stores[0].snapshot.manifest.vocab_size)
     for store in stores:
-        for doc in store.snapshot.documents():
+        for doc in store.snapshot.iterate_documents():
             writer.add_entry(store.snapshot.text_tokens(doc.segment, doc.number).tolist())
     writer.finalize()
     return path

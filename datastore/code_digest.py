@@ -26,13 +26,13 @@ def compute_code_digest(function: Callable[..., Any]) -> bytes:
     assert isinstance(function, FunctionType)
     reached, todo = {function}, [function]
     while todo:
-        new = {each for each in _analyse(todo.pop())[1] if each not in reached}
+        new = {each for each in _analyse_function(todo.pop())[1] if each not in reached}
         reached |= new
         todo += new
-    return hashlib.sha256(b"".join(sorted(_analyse(each)[0] for each in reached))).digest()
+    return hashlib.sha256(b"".join(sorted(_analyse_function(each)[0] for each in reached))).digest()
 
 
-def _analyse(function: FunctionType) -> tuple[bytes, tuple[FunctionType, ...]]:
+def _analyse_function(function: FunctionType) -> tuple[bytes, tuple[FunctionType, ...]]:
     """Return a digest of one function and its constants, and the functions that it names."""
     if (known := _analysed.get(function)) is None:
         codes = list(_walk_code(function.__code__))

@@ -35,7 +35,7 @@ class GitRepository:
     common: str
     """The one that it shares with its linked working trees."""
 
-    def entries(self) -> list[IndexEntry]:
+    def read_index(self) -> list[IndexEntry]:
         """Return what it tracks; nothing before the first `git add`. Raises RepositoryError."""
         settings = self._read_settings()
         algorithm = settings.get("extensions.objectformat", "sha1").lower()

@@ -108,7 +108,7 @@ class Listing:
         within = "" if inner == "." else f"{inner}/"
         try:
             with self._limit:
-                entries = repository.entries()
+                entries = repository.read_index()
                 self._limit.check()
         except RepositoryError as error:
             why = f"{error}; the folder is read as if it were no repository, with files that git does not track"

@@ -27,7 +27,7 @@ from . import lookup_arrays as col
 from .code_cache import njit
 from .format import PLACE_BITS
 from .match_tree import build_tree
-from .numba_intrinsics import load_i32, pointer, prefetch
+from .numba_intrinsics import cast_to_pointer, load_i32, prefetch
 from .page_cache import measure_free_memory
 from .reader import Location, Snapshot
 from .search import (
@@ -218,11 +218,11 @@ class Matcher:
 @njit(cache=True, nogil=True, error_model="numpy")
 def propose_batch(work, slots, contexts, fresh):
     """`Matcher.propose` for compiled callers: `contexts` must be contiguous int32 [B, max_match] -> number of nodes written."""
-    rows = carray(pointer(work[col.ROWS]), (work[col.N_SEGMENTS], ROW), np.int64)
-    start = carray(pointer(work[col.OUT_START]), work[col.MAX_SEQS] + 1, np.int64)
-    lanes = carray(pointer(work[col.LANES]), (_LANES, LANE), np.int64)
-    cursors = carray(pointer(work[col.CURSORS]), (_SEQUENCES, 2 * work[col.N_SEGMENTS], _CURSOR), np.int64)
-    searches = carray(pointer(work[col.SEARCHES]), (_SEQUENCES, _SEARCH), np.int64)
+    rows = carray(cast_to_pointer(work[col.ROWS]), (work[col.N_SEGMENTS], ROW), np.int64)
+    start = carray(cast_to_pointer(work[col.OUT_START]), work[col.MAX_SEQS] + 1, np.int64)
+    lanes = carray(cast_to_pointer(work[col.LANES]), (_LANES, LANE), np.int64)
+    cursors = carray(cast_to_pointer(work[col.CURSORS]), (_SEQUENCES, 2 * work[col.N_SEGMENTS], _CURSOR), np.int64)
+    searches = carray(cast_to_pointer(work[col.SEARCHES]), (_SEQUENCES, _SEARCH), np.int64)
     address = contexts.ctypes.data
     n = 0
     start[0] = 0
@@ -251,7 +251,7 @@ def propose_batch(work, slots, contexts, fresh):
 @njit(cache=True, nogil=True, error_model="numpy")
 def _search_segments(work, rows, lanes, cursors, slots, searches):
     """Place the cursors of every search in each segment that its slot may use; elsewhere they share nothing."""
-    allowed = carray(pointer(work[col.ALLOWED]), (work[col.MAX_SEQS], work[col.N_SEGMENTS]), np.uint8)
+    allowed = carray(cast_to_pointer(work[col.ALLOWED]), (work[col.MAX_SEQS], work[col.N_SEGMENTS]), np.uint8)
     n = 0
     for s in range(work[col.N_SEGMENTS]):
         for i in range(len(searches)):
@@ -299,9 +299,9 @@ def _advance_occurrences(work, rows, slot, query, fresh):
     Lengths grow past `max_match` here, where equal ones would hide that entries that were shorter are not all known.
     """
     cap, wide = work[col.OCCURRENCES], work[col.WIDE_IDS] != 0
-    places = carray(pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
-    matches = carray(pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
-    state = carray(pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)
+    places = carray(cast_to_pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(cast_to_pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
+    state = carray(cast_to_pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)
     if fresh == 0 and state[col.HELD] > 0:
         return True
     if fresh <= 0 or fresh > work[col.MAX_MATCH] or state[col.HELD] == 0 or state[col.AGE] >= REUSES:
@@ -339,9 +339,9 @@ def _collect_occurrences(work, rows, slot, query, cursors):
     Two cursors per segment go outward from where the context belongs: the lengths they meet only fall.
     """
     cap, budget = work[col.OCCURRENCES], _INSPECT * work[col.OCCURRENCES]
-    places = carray(pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
-    matches = carray(pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
-    state = carray(pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)
+    places = carray(cast_to_pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(cast_to_pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
+    state = carray(cast_to_pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)
     taken = 0
     state[col.COMPLETE], state[col.AGE] = work[col.MAX_MATCH] + 1, 0
     while taken < cap:
@@ -412,7 +412,7 @@ def _sample_occurrences(work, rows, query, best, cursors, places, matches, first
             cursors[c, _COUNT] = count_run(rows[c >> 1], cursors[c, _FROM], 2 * (c & 1) - 1, query, best, False)
             total += cursors[c, _COUNT]
     n = min(len(places) - first, total)
-    sample = carray(pointer(work[col.TEXTS]), len(places), np.int64)
+    sample = carray(cast_to_pointer(work[col.TEXTS]), len(places), np.int64)
     c, before = 0, np.int64(0)
     for j in range(n):
         x = (2 * j + 1) * total // (2 * n)

@@ -12,7 +12,7 @@ from numba import carray
 from . import lookup_arrays as col
 from .code_cache import njit
 from .format import PLACE_BITS
-from .numba_intrinsics import load_i64, pointer
+from .numba_intrinsics import cast_to_pointer, load_i64
 from .search import N_TOKENS, TOKENS, read_token
 
 TOKEN, PARENT, BEGIN, END, LEVEL, NEXT = range(col.N_CANDIDATE)  # columns of CANDIDATES
@@ -26,22 +26,22 @@ def build_tree(work, rows, slot, offset):
     an octave of chance each, and a pointer that only moves on. Equal chances leave it by match length.
     """
     cap, depth, max_match, width, floor = work[col.OCCURRENCES], work[col.DEPTH], work[col.MAX_MATCH], work[col.NODES], work[col.FLOOR]
-    places = carray(pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
-    matches = carray(pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
-    order = carray(pointer(work[col.ORDER]), (3, cap), np.int32)
-    weights = carray(pointer(work[col.WEIGHTS]), max_match + depth + 1, np.float64)
+    places = carray(cast_to_pointer(work[col.PLACES] + 8 * cap * slot), cap, np.int64)
+    matches = carray(cast_to_pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
+    order = carray(cast_to_pointer(work[col.ORDER]), (3, cap), np.int32)
+    weights = carray(cast_to_pointer(work[col.WEIGHTS]), max_match + depth + 1, np.float64)
     n_candidates = cap * depth + 1
-    candidates = carray(pointer(work[col.CANDIDATES]), (n_candidates, col.N_CANDIDATE), np.int32)
-    chances = carray(pointer(work[col.CHANCES]), n_candidates, np.float64)
-    queue = carray(pointer(work[col.QUEUE]), col.N_BUCKETS, np.int32)
-    tokens = carray(pointer(work[col.OUT_TOKENS] + 4 * offset), width, np.int32)
-    parents = carray(pointer(work[col.OUT_PARENTS] + 4 * offset), width, np.int32)
-    counts = carray(pointer(work[col.OUT_COUNTS] + 4 * offset), width, np.int32)
-    match = carray(pointer(work[col.OUT_MATCH] + 2 * offset), width, np.int16)
-    place = carray(pointer(work[col.OUT_PLACE] + 8 * offset), width, np.int64)
-    held = carray(pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)[col.HELD]
+    candidates = carray(cast_to_pointer(work[col.CANDIDATES]), (n_candidates, col.N_CANDIDATE), np.int32)
+    chances = carray(cast_to_pointer(work[col.CHANCES]), n_candidates, np.float64)
+    queue = carray(cast_to_pointer(work[col.QUEUE]), col.N_BUCKETS, np.int32)
+    tokens = carray(cast_to_pointer(work[col.OUT_TOKENS] + 4 * offset), width, np.int32)
+    parents = carray(cast_to_pointer(work[col.OUT_PARENTS] + 4 * offset), width, np.int32)
+    counts = carray(cast_to_pointer(work[col.OUT_COUNTS] + 4 * offset), width, np.int32)
+    match = carray(cast_to_pointer(work[col.OUT_MATCH] + 2 * offset), width, np.int16)
+    place = carray(cast_to_pointer(work[col.OUT_PLACE] + 8 * offset), width, np.int64)
+    held = carray(cast_to_pointer(work[col.STATE] + 8 * col.N_STATE * slot), col.N_STATE, np.int64)[col.HELD]
     wide, ids = work[col.WIDE_IDS] != 0, work[col.IDS]
-    texts = carray(pointer(work[col.TEXTS]), (2, cap), np.int64)
+    texts = carray(cast_to_pointer(work[col.TEXTS]), (2, cap), np.int64)
     for i in range(held):
         order[0, i] = i
         row, p = places[i] >> PLACE_BITS, places[i] & ((np.int64(1) << PLACE_BITS) - 1)
@@ -106,13 +106,13 @@ def _add_children(work, slot, made, begin, end, level, parent, chance):
     """Group the occurrences order[0, begin:end] by their token at `level`, longest match first in each group; one candidate a group."""
     cap, n_weights = work[col.OCCURRENCES], work[col.MAX_MATCH] + work[col.DEPTH] + 1
     wide, ids = work[col.WIDE_IDS] != 0, work[col.IDS]
-    texts = carray(pointer(work[col.TEXTS]), (2, cap), np.int64)
-    matches = carray(pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
-    order = carray(pointer(work[col.ORDER]), (3, cap), np.int32)
-    groups = carray(pointer(work[col.GROUPS]), (2, col.N_GROUPS), np.int32)
-    weights = carray(pointer(work[col.WEIGHTS]), n_weights, np.float64)
-    candidates = carray(pointer(work[col.CANDIDATES]), (cap * work[col.DEPTH] + 1, col.N_CANDIDATE), np.int32)
-    chances = carray(pointer(work[col.CHANCES]), cap * work[col.DEPTH] + 1, np.float64)
+    texts = carray(cast_to_pointer(work[col.TEXTS]), (2, cap), np.int64)
+    matches = carray(cast_to_pointer(work[col.MATCHES] + 4 * cap * slot), cap, np.int32)
+    order = carray(cast_to_pointer(work[col.ORDER]), (3, cap), np.int32)
+    groups = carray(cast_to_pointer(work[col.GROUPS]), (2, col.N_GROUPS), np.int32)
+    weights = carray(cast_to_pointer(work[col.WEIGHTS]), n_weights, np.float64)
+    candidates = carray(cast_to_pointer(work[col.CANDIDATES]), (cap * work[col.DEPTH] + 1, col.N_CANDIDATE), np.int32)
+    chances = carray(cast_to_pointer(work[col.CHANCES]), cap * work[col.DEPTH] + 1, np.float64)
     n = 0
     whole = 1.0
     for i in range(begin, end):

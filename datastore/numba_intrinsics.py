@@ -32,7 +32,7 @@ load_i64 = _make_loader(64, True)
 
 
 @intrinsic
-def pointer(typingctx, address):
+def cast_to_pointer(typingctx, address):
     """Return an int64 as what `numba.carray` takes."""
 
     def codegen(context, builder, signature, args):

@@ -146,7 +146,7 @@ class Snapshot:
         start, end = _find_extent(self.segments[segment], doc)
         return self.segments[segment].tokens[start:end]
 
-    def documents(self) -> Iterator[DocumentInfo]:
+    def iterate_documents(self) -> Iterator[DocumentInfo]:
         """Yield all live documents, by segment and number. Raises DatastoreCorruptError at the first whose record is wrong."""
         for number, (segment, entry) in enumerate(zip(self.segments, self.manifest.segments, strict=True)):
             tombstones = set(entry.tombstones)

@@ -152,7 +152,7 @@ def read_state(store: Path) -> State:
     """Return what a datastore holds, after verifying every byte. Raises DatastoreError if it is damaged."""
     try:
         with Datastore.open(store, verify="full") as opened:
-            return {document.path: document.hash for document in opened.snapshot.documents()}
+            return {document.path: document.hash for document in opened.snapshot.iterate_documents()}
     except DatastoreNotFoundError:
         return None
 

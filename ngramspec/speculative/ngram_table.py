@@ -25,7 +25,7 @@ import numpy as np
 from numba import carray
 
 from ngramspec.datastore.code_cache import njit
-from ngramspec.datastore.numba_intrinsics import pointer
+from ngramspec.datastore.numba_intrinsics import cast_to_pointer
 
 # Context lengths in tokens; order n of the literature has a context of n - 1.
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -74,9 +74,9 @@ class TableView(NamedTuple):
 @njit(cache=True, nogil=True)
 def view_arrays(state, contexts):
     """Return the arrays that one row of the state points to. Safe while the owner (`proposer`) holds their buffer."""
-    table = carray(pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
-    tokens = carray(pointer(state[TOKENS]), state[CAP], np.int32)
-    links = carray(pointer(state[LINKS]), state[CAP] * (len(contexts) + 1), np.int32)
+    table = carray(cast_to_pointer(state[TABLE]), 2 << (64 - state[SHIFT]), np.uint64)
+    tokens = carray(cast_to_pointer(state[TOKENS]), state[CAP], np.int32)
+    links = carray(cast_to_pointer(state[LINKS]), state[CAP] * (len(contexts) + 1), np.int32)
     return TableView(table, tokens, links, contexts)
 
 
@@ -319,7 +319,7 @@ def follow_text(tokens, mask, oldest, length, at, matched, misses, token):
 @njit(cache=True, nogil=True)
 def view_prediction(state):
     """Return the predicted output [n] int32 of a sequence."""
-    return carray(pointer(state[PREDICTION_ADDRESS]), state[PREDICTION_LENGTH], np.int32)
+    return carray(cast_to_pointer(state[PREDICTION_ADDRESS]), state[PREDICTION_LENGTH], np.int32)
 
 
 @njit(cache=True, nogil=True)

@@ -84,7 +84,7 @@ fill.clock = 10**18  # type: ignore[attr-defined]
 def texts(store: Path) -> dict[str, str]:
     """What a store holds, checked byte by byte: the live documents by their path, the token being the byte."""
     with Datastore.open(store, verify="full") as opened:
-        documents = list(opened.snapshot.documents())
+        documents = list(opened.snapshot.iterate_documents())
         found = {d.path: bytes(opened.snapshot.text_tokens(d.segment, d.number).astype(np.uint8)).decode() for d in documents}
     assert len(found) == len(documents)
     return found
@@ -152,9 +152,9 @@ def test_building_again_replaces_a_store(corpus: Path, tmp_path: Path, backend: 
     assert build([corpus], store, backend, "bytes").generation == 2
     assert texts(store) == contents(corpus)
     assert is_tidy(store)
-    assert len(list(reader.snapshot.documents())) == 10, "an open reader keeps its generation"
+    assert len(list(reader.snapshot.iterate_documents())) == 10, "an open reader keeps its generation"
     assert reader.refresh()
-    assert len(list(reader.snapshot.documents())) == 9
+    assert len(list(reader.snapshot.iterate_documents())) == 9
 
 
 def test_memory_bounds_the_segments(corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,7 +602,7 @@ def test_a_store_carries_its_tokenizer(corpus: Path, tmp_path: Path, make: Calla
 
 def tokens_of(store: Path) -> dict[str, list[int]]:
     with Datastore.open(store, verify="full") as opened:
-        return {d.path: opened.snapshot.text_tokens(d.segment, d.number).tolist() for d in opened.snapshot.documents()}
+        return {d.path: opened.snapshot.text_tokens(d.segment, d.number).tolist() for d in opened.snapshot.iterate_documents()}
 
 
 def test_a_damaged_tokenizer_is_named_by_those_who_read_it(corpus: Path, tmp_path: Path, backend: Tokenizer) -> None:

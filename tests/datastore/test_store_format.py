@@ -226,7 +226,7 @@ def test_a_reader_picks_up_the_next_generation_and_keeps_what_both_name(tmp_path
     assert not store.refresh()
     assert (store.generation, store.n_tokens, held.generation, held.n_tokens) == (2, 11, 1, 5)
     assert store.snapshot.segments[0] is held.segments[0]
-    assert [(d.segment, d.path) for d in store.snapshot.documents()] == [(1, "0/é.py")]
+    assert [(d.segment, d.path) for d in store.snapshot.iterate_documents()] == [(1, "0/é.py")]
     assert held.text_tokens(0, 0).tolist() == [1, 2, 3]
 
 
@@ -252,7 +252,7 @@ def test_documents_are_listed_as_they_were_written(tmp_path: Path) -> None:
     segments = [[[1, 2, 3], [], [4]], [[5, 6]]]
     tiny_store.write_store(tmp_path, segments, 9, dead=[[1], []])
     store = Datastore.open(tmp_path)
-    listed = list(store.snapshot.documents())
+    listed = list(store.snapshot.iterate_documents())
     assert [(d.segment, d.number, d.path, d.size, d.mtime_ns, d.n_tokens) for d in listed] == [
         (0, 0, "0/é.py", 9, 1000, 3),
         (0, 2, "2/é.py", 3, 1002, 1),

@@ -104,7 +104,7 @@ def use(datastore: Datastore, everything: bool = True, limit_s: float = 5) -> No
         with contextlib.suppress(DatastoreError):
             assert datastore.lookup([int(x) for x in contexts[0, :20][::-1]]).count >= 0
         with contextlib.suppress(DatastoreError):
-            for document in snapshot.documents():
+            for document in snapshot.iterate_documents():
                 assert len(snapshot.text_tokens(document.segment, document.number)) == document.n_tokens
 
 

@@ -87,7 +87,7 @@ def propose(matcher: Matcher, context: list[int], fresh: int = -1, slot: int = 0
 
 def check_places(snapshot: Snapshot, trees: Trees, context: list[int], max_match: int) -> None:
     """Every node's place holds its token, after its path, after as much of the context as it says, and in one live document."""
-    live = {(d.segment, d.number) for d in snapshot.documents()}
+    live = {(d.segment, d.number) for d in snapshot.iterate_documents()}
     paths = list(read_tree(trees))
     for i, path in enumerate(paths):
         segment, position = int(trees.place[i]) >> 40, int(trees.place[i]) & (1 << 40) - 1

@@ -371,7 +371,7 @@ def test_what_is_built_with_a_router_keeps_it(tmp_path: Path) -> None:
         snapshot = Datastore.open(store, verify="full").snapshot
         router = SimilarFiles([snapshot])
         assert np.array_equal(router.find_similar(wanted[-300:], len(wanted) + 1), np.append(wanted, -1))
-        live = {(d.segment, d.number) for d in snapshot.documents()}
+        live = {(d.segment, d.number) for d in snapshot.iterate_documents()}
         assert {(h.segment, h.doc) for h in router.find_nearest(wanted, 1000)} == live
     build([tmp_path / "src"], store, backend, "bytes")
     assert Datastore.open(store).info()["vectors"] == 0

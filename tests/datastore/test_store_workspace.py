@@ -49,7 +49,7 @@ def environment(folder: Path, *packages: str) -> Path:
 
 def documents(store: str) -> set[str]:
     with Datastore.open(store) as opened:
-        return {Path(document.path).name for document in opened.snapshot.documents()}
+        return {Path(document.path).name for document in opened.snapshot.iterate_documents()}
 
 
 class Indexer:
@@ -250,7 +250,7 @@ def test_a_tree_cannot_pass_its_files_off_as_a_package(tmp_path: Path, changed: 
     assert build_here(hostile)[0] == build_here(mine)[0] == "done"
     assert documents(mine.folder) == {"fake.py", "other.py"}
     with Datastore.open(mine.folder) as store:
-        (fake,) = [document for document in store.snapshot.documents() if document.path.endswith("fake.py")]
+        (fake,) = [document for document in store.snapshot.iterate_documents() if document.path.endswith("fake.py")]
         text = bytes(store.snapshot.text_tokens(fake.segment, fake.number).astype(np.uint8)).decode()
     assert text == (tmp_path / "mine" / SITE / "fake.py").read_text()
 

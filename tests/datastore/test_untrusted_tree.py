@@ -183,7 +183,7 @@ def armed(tmp_path: Path) -> tuple[Path, Path]:
 
 def texts(store: Path | str) -> set[str]:
     with Datastore.open(store) as opened:
-        return {Path(document.path).name for document in opened.snapshot.documents()}
+        return {Path(document.path).name for document in opened.snapshot.iterate_documents()}
 
 
 @needs_git
