@@ -44,14 +44,14 @@ def compile_drafting() -> None:
 
 def check_version(host: str, version: str, tested: tuple[str, str]) -> None:
     """Raise HostVersionError unless `version` lies between the first and the last `tested` one; the third number is ignored."""
-    first, last = (_numbers(each)[:2] for each in tested)
-    if not first <= _numbers(version)[:2] <= last and os.environ.get(ANYWAY) != "1":
+    first, last = (_parse_version(each)[:2] for each in tested)
+    if not first <= _parse_version(version)[:2] <= last and os.environ.get(ANYWAY) != "1":
         raise HostVersionError(
             f"{host} {version} was not tested; {tested[0]} to {tested[1]} were. {ANYWAY}=1 tries it: drafts may then fail, or the host"
         )
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     numbers = []
     for part in version.split("+")[0].split(".")[:3]:
         digits = "".join(char for char in part if char.isdecimal())
@@ -66,7 +66,7 @@ def open_stores(
 
     Raises InvalidInputError, DatastoreError, TokenizerMismatchError, TokenizerError.
     """
-    encoding = Encoding(_wrapped(tokenizer), vocab_size)
+    encoding = Encoding(_wrap_tokenizer(tokenizer), vocab_size)
     stores = {name: check_store(open_store(store), encoding, model) for name, store in name_datastores(datastore).items()}
     for name, store in stores.items():
         if (n := store.snapshot.manifest.vocab_size) > vocab_size:
@@ -88,5 +88,5 @@ class _Backend:
         self.backend_tokenizer = tokenizer
 
 
-def _wrapped(tokenizer: Any) -> Any:
+def _wrap_tokenizer(tokenizer: Any) -> Any:
     return tokenizer if tokenizer is None or hasattr(tokenizer, "backend_tokenizer") else _Backend(tokenizer)

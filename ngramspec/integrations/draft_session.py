@@ -73,8 +73,8 @@ class Guest:
         slope: float = SLOPE,
     ) -> None:
         """`stops` end a draft; `stores`: open datastores by name, made with the host's tokenizer; `answers`: tokens of finished answers
-        that are remembered for each tenant; `recycle`: the host shows logits (`keep`); `steady`: no time is looked at, so that sessions
-        that are told the same draft the same; `slope`: what a row is believed to take at first, as a share of a step.
+        that are remembered for each tenant; `recycle`: the host shows logits (`record_topk`); `steady`: no time is looked at, so that
+        sessions that are told the same draft the same; `slope`: what a row is believed to take at first, as a share of a step.
 
         Raises InvalidInputError.
         """
@@ -115,7 +115,7 @@ class Guest:
 
     @property
     def recycles(self) -> bool:
-        """Return whether `keep` is of use."""
+        """Return whether `record_topk` is of use."""
         return self._drafts.needs_topk
 
     @property
@@ -136,11 +136,11 @@ class Guest:
         """Return whether all texts have one of these keys."""
         return self._texts.keys() <= keys
 
-    def length(self, key: Hashable) -> int:
+    def get_length(self, key: Hashable) -> int:
         """Return the length of a text as it is known here. Raises KeyError."""
         return self._texts[key].n
 
-    def tokens(self, key: Hashable) -> np.ndarray:
+    def get_tokens(self, key: Hashable) -> np.ndarray:
         """Return a text [n] int32 as it is known here. Raises KeyError."""
         return self._texts[key].tokens.copy()
 
@@ -213,23 +213,23 @@ class Guest:
         A step adds at most `depth` + 1 tokens: a text that grew by more has a new prompt.
         """
         now = np.asarray(tokens)
-        if (new := self.follows(key, now, self.depth + 1)) is not None:
+        if (new := self.find_continuation(key, now, self.depth + 1)) is not None:
             self.observe([key], [new])
             return False
         self.end(key, finished=True)
         self.begin(key, tokens, **hints)
         return True
 
-    def follows(self, key: Hashable, tokens: np.ndarray, most: int) -> np.ndarray | None:
+    def find_continuation(self, key: Hashable, tokens: np.ndarray, most: int) -> np.ndarray | None:
         """Return the part of tokens [n] after the known text, at most `most` tokens; None if they do not continue it."""
         text = self._texts.get(key)
         if text is None or not 0 <= len(tokens) - text.n <= most or not (tokens[: text.n] == text.tokens).all():
             return None
         return tokens[text.n :]
 
-    def appended(self, key: Hashable, tokens: np.ndarray, n_new: int) -> np.ndarray | None:
-        """`follows` for a host that knows whose tokens [n] these are, and that a step appended the last `n_new`: beside the length only
-        the last TAIL tokens known are compared."""
+    def find_appended(self, key: Hashable, tokens: np.ndarray, n_new: int) -> np.ndarray | None:
+        """Return what `find_continuation` would, for a host that knows whose tokens [n] these are and that a step appended the last
+        `n_new`: beside the length only the last TAIL tokens known are compared."""
         text = self._texts.get(key)
         if text is None or len(tokens) - text.n != n_new:
             return None
@@ -265,7 +265,7 @@ class Guest:
         if slots:
             self._drafts.observe(np.array(slots, np.int32), new, paths)
 
-    def keep(self, key: Hashable | None, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+    def record_topk(self, key: Hashable | None, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """Keep what the model holds likely after the tokens `last` [n], each of which follows `before` [n] (-1: nothing): the text's last
         one, then its draft's; those of several texts where the key is None. tokens [n, KEPT] int32, logits [n, KEPT] float32, most likely
         first. Before `observe`."""

@@ -41,10 +41,10 @@ class PredictionMiddleware:
             messages = [{"type": "http.request", "body": changed, "more_body": False}]
         waiting = iter(messages)
 
-        async def again() -> Message:
+        async def receive_again() -> Message:
             return next(waiting, None) or await receive()
 
-        return await self.app(scope, again, send)
+        return await self.app(scope, receive_again, send)
 
 
 def with_hint(body: bytes) -> bytes | None:
@@ -55,7 +55,7 @@ def with_hint(body: bytes) -> bytes | None:
         request = json.loads(body)
     except ValueError:
         return None
-    text = _text(request.get("prediction")) if isinstance(request, dict) else None
+    text = _read_text(request.get("prediction")) if isinstance(request, dict) else None
     if text is None:
         return None
     del request["prediction"]
@@ -64,7 +64,7 @@ def with_hint(body: bytes) -> bytes | None:
     return json.dumps(request).encode()
 
 
-def _text(prediction: Any) -> str | None:
+def _read_text(prediction: Any) -> str | None:
     """Return the text of {"type": "content", "content": text, or parts with text}, None for anything else."""
     content = prediction.get("content") if isinstance(prediction, dict) and prediction.get("type") == "content" else None
     if isinstance(content, list):

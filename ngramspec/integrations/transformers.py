@@ -113,7 +113,7 @@ class Assistant:
         with self._lock:
             return self.guest.end(key, finished=finished)
 
-    def chain(self, key: object, room: int) -> list[int]:
+    def draft_chain(self, key: object, room: int) -> list[int]:
         with self._lock:
             return self.guest.chains([key], [room], 1)[0]
 
@@ -125,11 +125,11 @@ class Assistant:
         with self._lock:
             self.guest.took(rows, ms, has_prompt=has_prompt)
 
-    def keep(self, key: object, last: Sequence[int], rows: torch.Tensor) -> None:
+    def record_topk(self, key: object, last: Sequence[int], rows: torch.Tensor) -> None:
         """Keep the top-k of logits rows [n, V] after the tokens `last` [1 + n], but for its first, which precedes them."""
         logits, tokens = rows.float().topk(KEPT, dim=-1)
         with self._lock:
-            self.guest.keep(
+            self.guest.record_topk(
                 key,
                 np.array(last[:-1], np.int32),
                 np.array(last[1:], np.int32),
@@ -204,7 +204,7 @@ def generate(
         prediction=prediction_ids(prediction, helper.tokenizer if isinstance(prediction, str) else None, helper.guest.vocab_size),
         tenant=tenant,
         datastores=() if datastore is None else helper.use(datastore),
-        stops=_stops(generation_config),
+        stops=_list_stop_ids(generation_config),
         temperature=float(generation_config.temperature or 0.0) if generation_config.do_sample else 0.0,
     )
     finished = False
@@ -269,7 +269,7 @@ class _Candidates(CandidateGenerator):
             self._helper.took(rows, (now - self._asked_s) * 1e3, has_prompt=self._is_prompt)
             self._is_prompt = False
         self._asked_s = now
-        self.chain = self._helper.chain(self._key, self._max_length - len(self.known) - 1)
+        self.chain = self._helper.draft_chain(self._key, self._max_length - len(self.known) - 1)
         if not self.chain:
             return input_ids, None
         chain = torch.tensor([self.chain], dtype=input_ids.dtype, device=input_ids.device)
@@ -278,7 +278,7 @@ class _Candidates(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         if self._keeps and self._helper.guest.recycles:
             before = self.known[-2:-1] or [-1]
-            self._helper.keep(self._key, [*before, self.known[-1], *self.chain], scores[0])
+            self._helper.record_topk(self._key, [*before, self.known[-1], *self.chain], scores[0])
         new = input_ids[0, len(self.known) :].tolist()
         self.known.extend(new)
         self._helper.observe(self._key, new)
@@ -320,7 +320,7 @@ class _CandidateRows:
         self._picked = int(picked)
         return torch.full_like(scores, -torch.inf).scatter_(1, picked, 0.0)
 
-    def scores(self, n: int) -> tuple[torch.Tensor, ...] | None:
+    def get_scores(self, n: int) -> tuple[torch.Tensor, ...] | None:
         """Return the scores of the first n tokens of the output, None if they are not wanted."""
         self._n_known = n
         return tuple(self._scores[:n]) if self._records else None
@@ -337,7 +337,7 @@ class _Ends:
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         grown = input_ids.shape[1]
         if self.rows is not None and scores is not None:
-            scores = self.rows.scores(grown - self._n_prompt)
+            scores = self.rows.get_scores(grown - self._n_prompt)
         before = self._n
         done: Any = None
         while self._n < grown and (done is None or not bool(done.all())):
@@ -354,7 +354,7 @@ class _Ends:
         n_output, n_more = self._n - self._n_prompt, result.sequences.shape[1] - self._n
         result.sequences = result.sequences[:, : self._n]
         if result.get("scores") is not None:
-            result.scores = result.scores[:n_output] if self.rows is None else self.rows.scores(n_output)
+            result.scores = result.scores[:n_output] if self.rows is None else self.rows.get_scores(n_output)
         for name in ("logits", "attentions", "hidden_states", "decoder_attentions", "decoder_hidden_states", "cross_attentions"):
             if result.get(name) is not None:
                 result[name] = result[name][:n_output]
@@ -373,7 +373,7 @@ class _Silent:
         pass
 
 
-def _stops(config: Any) -> list[int]:
+def _list_stop_ids(config: Any) -> list[int]:
     """Return the token ids that end a text."""
     ids: Collection[int] | int | None = config.eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else [int(each) for each in ids]

@@ -67,7 +67,7 @@ class Proposer:
         """Raises HostVersionError, InvalidInputError, DatastoreError, TokenizerMismatchError, TokenizerError, UnsupportedModelError."""
         check_version("vLLM", importlib.import_module("vllm").__version__, TESTED)
         _check_state(vllm_config.model_config)
-        settings = _settings(vllm_config)
+        settings = _read_settings(vllm_config)
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         self.depth = int(vllm_config.speculative_config.num_speculative_tokens)
         self.max_len = int(model.max_model_len)
@@ -153,10 +153,10 @@ class Proposer:
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
     ) -> list[list[int]]:
         now = time.perf_counter()
-        batch = self._batch(token_ids_cpu)
+        batch = self._get_batch(token_ids_cpu)
         rows = [i for i, sampled in enumerate(sampled_token_ids) if len(sampled)]
         texts = [token_ids_cpu[i, : int(num_tokens_no_spec[i])] for i in rows]
-        keys = self._mirrors(rows, texts) if batch is None else [batch.req_ids[i] for i in rows]
+        keys = self._find_mirrors(rows, texts) if batch is None else [batch.req_ids[i] for i in rows]
         if batch is not None:
             self._end_finished()
         n_carried, has_prompt = 0, len(rows) < len(sampled_token_ids)
@@ -165,9 +165,9 @@ class Proposer:
             n_carried += 1 + self._lengths.get(key, 0)
             if key in self._silent:
                 continue
-            more = self._appended(i, key, text, len(sampled_token_ids[i])) if batch is not None else None
+            more = self._find_appended(i, key, text, len(sampled_token_ids[i])) if batch is not None else None
             if more is None:
-                more = self.guest.follows(key, text, MISSED * (self.depth + 1))
+                more = self.guest.find_continuation(key, text, MISSED * (self.depth + 1))
             if more is None:
                 has_prompt = True
                 self._begin(key, text, len(sampled_token_ids[i]), batch is not None)
@@ -175,14 +175,14 @@ class Proposer:
                 seen.append(key)
                 new.append(more)
         if self._watch is not None and batch is not None and (likely := self._watch.take()) is not None:
-            self._keep(likely, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            self._record_topk(likely, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         self.guest.observe(seen, new)
         if self._asked_s is not None:
             self.guest.took(n_carried, (now - self._asked_s) * 1e3, has_prompt=has_prompt)
         self._asked_s = now
-        return self._drafts(len(sampled_token_ids), rows, keys, texts, known=batch is not None)
+        return self._draft_rows(len(sampled_token_ids), rows, keys, texts, known=batch is not None)
 
-    def _keep(
+    def _record_topk(
         self, likely: Likely, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
     ) -> None:
         """Keep the model's top-k after each row's last known token and after its draft's."""
@@ -201,11 +201,11 @@ class Proposer:
         before[roots] = np.where(known > 1, token_ids_cpu[rows, np.maximum(known - 2, 0)], -1)
         heard = np.repeat((n_new > 0) & (known > 0), likely.lengths) & (last >= 0) & (last < self.guest.vocab_size)
         if heard.all():
-            self.guest.keep(None, before, last, likely.tokens, likely.logits)
+            self.guest.record_topk(None, before, last, likely.tokens, likely.logits)
         elif heard.any():
-            self.guest.keep(None, before[heard], last[heard], likely.tokens[heard], likely.logits[heard])
+            self.guest.record_topk(None, before[heard], last[heard], likely.tokens[heard], likely.logits[heard])
 
-    def _drafts(self, n: int, rows: list[int], keys: list[Hashable], texts: list[np.ndarray], *, known: bool) -> list[list[int]]:
+    def _draft_rows(self, n: int, rows: list[int], keys: list[Hashable], texts: list[np.ndarray], *, known: bool) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in range(n)]
         seats, limit = self._seats if known else {}, self.max_len
         limits = [seats[key].limit if key in seats else limit for key in keys]
@@ -222,7 +222,7 @@ class Proposer:
         if known:
             request = self._runner.requests[key]
             n_output = max(len(text) - int(request.num_prompt_tokens), 0)
-            hints = self._hints(request.sampling_params)
+            hints = self._read_hints(request.sampling_params)
             if not hints.pop("speculation", True):
                 self._silent.add(key)
                 return
@@ -230,21 +230,21 @@ class Proposer:
 
     # ------------------------------------------------------------------ whose row it is
 
-    def _batch(self, token_ids_cpu: np.ndarray) -> Any:
+    def _get_batch(self, token_ids_cpu: np.ndarray) -> Any:
         """Return the runner's batch if drafts are asked for it, else None: rows are then mirrored."""
         batch = getattr(self._runner, "input_batch", None)
         if batch is not None and getattr(batch, "token_ids_cpu", None) is token_ids_cpu:
             return batch
         return None
 
-    def _appended(self, row: int, key: Hashable, text: np.ndarray, n_new: int) -> np.ndarray | None:
+    def _find_appended(self, row: int, key: Hashable, text: np.ndarray, n_new: int) -> np.ndarray | None:
         """Return the new tokens of a request that kept its row and grew by the step's tokens, of which only the end is compared.
 
         None: anything else, so that the whole text must be compared.
         """
         seat, request = self._seats.get(key), self._runner.requests[key]
         if seat is not None and seat.row == row and seat.request is request:
-            more = self.guest.appended(key, text, n_new)
+            more = self.guest.find_appended(key, text, n_new)
             if more is not None:
                 return more
         params, limit = request.sampling_params, self.max_len
@@ -264,18 +264,18 @@ class Proposer:
         if self._silent:
             self._silent &= requests.keys()
 
-    def _mirrors(self, rows: list[int], texts: list[np.ndarray]) -> list[Hashable]:
+    def _find_mirrors(self, rows: list[int], texts: list[np.ndarray]) -> list[Hashable]:
         """Return the mirror that each row's text continues: the one at its row if possible, else any."""
         most = MISSED * (self.depth + 1)
         keys: list[Hashable | None] = []
         taken: set[Hashable] = set()
         for i, text in zip(rows, texts, strict=True):
             key = self._rows[i] if i < len(self._rows) else None
-            keys.append(key if key is not None and key not in taken and self.guest.follows(key, text, most) is not None else None)
+            keys.append(key if key is not None and key not in taken and self.guest.find_continuation(key, text, most) is not None else None)
             taken.add(keys[-1])
         for b, text in enumerate(texts):
             if keys[b] is None:
-                keys[b] = self._found(text, taken, most)
+                keys[b] = self._find_mirror(text, taken, most)
                 taken.add(keys[b])
         for key in self.guest:
             self._away[key] = 0 if key in taken else self._away.get(key, 0) + 1
@@ -287,17 +287,17 @@ class Proposer:
             self._rows[i] = key
         return keys
 
-    def _found(self, text: np.ndarray, taken: set[Hashable], most: int) -> Hashable:
+    def _find_mirror(self, text: np.ndarray, taken: set[Hashable], most: int) -> Hashable:
         """Return the longest mirror that this text continues, or a new one."""
-        free = [key for key in self.guest if key not in taken and self.guest.follows(key, text, most) is not None]
+        free = [key for key in self.guest if key not in taken and self.guest.find_continuation(key, text, most) is not None]
         if free:
-            return max(free, key=self.guest.length)
+            return max(free, key=self.guest.get_length)
         self._n_mirrors += 1
         return self._n_mirrors
 
     # ------------------------------------------------------------------ hints
 
-    def _hints(self, params: Any) -> dict[str, Any]:
+    def _read_hints(self, params: Any) -> dict[str, Any]:
         """Return the arguments of `begin` that a request's parameters give."""
         hints: dict[str, Any] = {
             "stops": sorted(getattr(params, "all_stop_token_ids", None) or getattr(params, "stop_token_ids", None) or ()),
@@ -307,14 +307,14 @@ class Proposer:
         for name, value in given.items():
             try:
                 if name in ("prediction", "datastore", "tenant", "speculation"):
-                    hints |= self._hint(name, value)
+                    hints |= self._read_hint(name, value)
             except (NgramspecError, DatastoreError) as error:
                 if name not in self._warned:
                     self._warned.add(name)
                     log.warning("a request's %s is left out: %s (told once)", name, error)
         return hints
 
-    def _hint(self, name: str, value: Any) -> dict[str, Any]:
+    def _read_hint(self, name: str, value: Any) -> dict[str, Any]:
         if name == "prediction":
             tokenizer = self.tokenizer if isinstance(value, str) else None
             return {"prediction": prediction_ids(value, tokenizer, self.guest.vocab_size)}
@@ -359,7 +359,7 @@ def _check_state(model_config: Any) -> None:
         )
 
 
-def _settings(vllm_config: Any) -> dict[str, Any]:
+def _read_settings(vllm_config: Any) -> dict[str, Any]:
     """Read settings from `additional_config={"ngramspec": {...}}`, else from the environment. Raises InvalidInputError."""
     config = getattr(vllm_config, "additional_config", None)
     settings = config.get("ngramspec") if isinstance(config, dict) else None

@@ -40,7 +40,7 @@ class Watch:
         """Register the hooks. Raises AttributeError if the runner has no samplers."""
         self._vocab_size = vocab_size
         self._last: tuple[Any, Any, Any] | None = None
-        samplers = (runner.sampler, self._sampling), (runner.rejection_sampler, self._verifying)
+        samplers = (runner.sampler, self._record_sampled), (runner.rejection_sampler, self._record_verified)
         self._hooks = [sampler.register_forward_pre_hook(look, with_kwargs=True) for sampler, look in samplers]
 
     def take(self) -> Likely | None:
@@ -54,19 +54,19 @@ class Watch:
         ids = np.empty(0, np.int32) if drafted is None else drafted.cpu().numpy().astype(np.int32)
         return Likely(np.asarray(lengths, np.int64), ids, _on_host(tokens), _on_host(logits))
 
-    def _sampling(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with self._harmless():
-            if not kwargs.get("predict_bonus_token"):  # else a part of what `_verifying` saw
-                self._last = None, None, self._best(args[0] if args else kwargs["logits"])
+    def _record_sampled(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._remove_hooks_on_error():
+            if not kwargs.get("predict_bonus_token"):  # else a part of what `_record_verified` saw
+                self._last = None, None, self._select_topk(args[0] if args else kwargs["logits"])
 
-    def _verifying(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with self._harmless():
+    def _record_verified(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._remove_hooks_on_error():
             metadata = args[0] if args else kwargs["metadata"]
             logits = args[2] if len(args) > 2 else kwargs["logits"]
-            self._last = [n + 1 for n in metadata.num_draft_tokens], metadata.draft_token_ids, self._best(logits)
+            self._last = [n + 1 for n in metadata.num_draft_tokens], metadata.draft_token_ids, self._select_topk(logits)
 
     @contextmanager
-    def _harmless(self) -> Iterator[None]:
+    def _remove_hooks_on_error(self) -> Iterator[None]:
         """Remove the hooks after an exception, so that it ends no request."""
         try:
             yield
@@ -76,7 +76,7 @@ class Watch:
                 hook.remove()
             log.exception("what the model holds likely cannot be seen, and is not drafted any more")
 
-    def _best(self, logits: Any) -> tuple[Any, Any]:
+    def _select_topk(self, logits: Any) -> tuple[Any, Any]:
         """Return top tokens and logits, asynchronously on a device; the samplers may write to the logits afterwards."""
         logits = logits[:, : self._vocab_size]
         if logits.device.type == "cpu":

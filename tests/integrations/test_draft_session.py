@@ -97,7 +97,7 @@ def test_texts_are_what_the_model_writes_and_what_the_guest_knows(prompts, chain
             text.extend(each)
         host.observe(keys, new)
         host.took(len(keys) + sum(map(len, drafts)), 10.0)
-        assert [host.tokens(key).tolist() for key in keys] == texts
+        assert [host.get_tokens(key).tolist() for key in keys] == texts
     assert host.stats.tokens == sum(map(len, texts)) - sum(map(len, prompts))
     assert host.stats.accepted <= host.stats.drafted
     assert host.stats.passes == 12 * len(keys)
@@ -133,7 +133,7 @@ def test_what_goes_on_is_observed_and_what_does_not_begins():
     assert host.sync("a", [1, 2, 3], n_output=1)
     assert not host.sync("a", [1, 2, 3, 4, 5])
     assert not host.sync("a", [1, 2, 3, 4, 5])
-    assert host.tokens("a").tolist() == [1, 2, 3, 4, 5]
+    assert host.get_tokens("a").tolist() == [1, 2, 3, 4, 5]
     assert host.stats.tokens == 2
     assert host.sync("a", [1, 2, 9], n_output=1), "another text"
     assert host.sync("a", [1, 2]), "a shorter one"
@@ -243,7 +243,7 @@ def test_the_models_own_candidates_are_drafted():
     rows = np.zeros((1, VOCAB), np.float32)
     rows[0, 9], rows[0, 8] = 30.0, 5.0
     for _ in range(3):
-        host.keep("a", np.array([1]), np.array([2]), *find_topk(rows))
+        host.record_topk("a", np.array([1]), np.array([2]), *find_topk(rows))
     host.begin("a", [5, 1, 2])
     assert host.recycles
     assert host.chains(["a"], [1], 1) == [[9]]
@@ -286,4 +286,4 @@ def test_bad_texts_are_refused_with_nothing_changed(tokens, hints, message):
     host.begin("a", [1, 2, 3])
     with pytest.raises(InvalidInputError, match=message):
         host.begin("a", tokens, **hints)
-    assert host.tokens("a").tolist() == [1, 2, 3]
+    assert host.get_tokens("a").tolist() == [1, 2, 3]

@@ -109,7 +109,7 @@ class Runner:
 
     def check(self, requests, prefilling, missed):
         """No text here is a mixture of two requests'."""
-        known = [self.drafter.guest.tokens(key).tolist() for key in self.drafter.guest]
+        known = [self.drafter.guest.get_tokens(key).tolist() for key in self.drafter.guest]
         everything = [request.prompt + request.output for request in self.ever.values()]
         assert all(any(whole[: len(text)] == text for whole in everything) for text in known)
         if not missed:
@@ -212,7 +212,7 @@ def test_a_row_whose_text_was_replaced_by_one_of_equal_length(known, at):
     runner.requests.clear()
     runner.drafts = {}
     runner.step([new])
-    assert runner.drafter.guest.tokens(list(runner.drafter.guest)[-1]).tolist() == new.text
+    assert runner.drafter.guest.get_tokens(list(runner.drafter.guest)[-1]).tolist() == new.text
 
 
 def test_a_row_whose_end_was_replaced_under_the_same_request():
@@ -224,15 +224,15 @@ def test_a_row_whose_end_was_replaced_under_the_same_request():
     old.output[old.done - 5] = (old.output[old.done - 5] + 1) % VOCAB
     runner.drafts = {}
     runner.step([old])
-    assert runner.drafter.guest.tokens("r1").tolist() == old.text
+    assert runner.drafter.guest.get_tokens("r1").tolist() == old.text
 
 
 def test_a_request_that_sits_where_it_sat_is_not_compared_as_a_whole(monkeypatch):
     runner = Runner(proposer())
     requests = [request(i, 100) for i in range(3)]
     runner.step(requests)
-    compared, follows = [], runner.drafter.guest.follows
-    monkeypatch.setattr(runner.drafter.guest, "follows", lambda key, *rest: compared.append(key) or follows(key, *rest))
+    compared, follows = [], runner.drafter.guest.find_continuation
+    monkeypatch.setattr(runner.drafter.guest, "find_continuation", lambda key, *rest: compared.append(key) or follows(key, *rest))
     runner.step(requests)
     assert compared == []
     runner.step([requests[0], requests[2]])
@@ -296,8 +296,8 @@ def test_what_the_model_holds_likely_is_drafted_in_other_requests():
 def test_likely_tokens_are_kept_behind_the_tokens_that_they_follow(monkeypatch):
     rng = np.random.default_rng(2)
     runner = Sampling(proposer(slope=0.0))
-    kept, keep = [], runner.drafter.guest.keep
-    monkeypatch.setattr(runner.drafter.guest, "keep", lambda key, *given: kept.append(given) or keep(key, *given))
+    kept, keep = [], runner.drafter.guest.record_topk
+    monkeypatch.setattr(runner.drafter.guest, "record_topk", lambda key, *given: kept.append(given) or keep(key, *given))
     requests = []
     for i in range(5):
         text = runner.text(i, 100)
@@ -334,7 +334,7 @@ def test_what_is_likely_in_another_pass_is_not_kept(monkeypatch):
     """A pass that nobody was asked after, of another number of rows."""
     runner = Sampling(proposer())
     a, b = (Request(f"r{i}", runner.text(i, 3), runner.text(i, 60)[3:]) for i in range(2))
-    monkeypatch.setattr(runner.drafter.guest, "keep", lambda *_: pytest.fail("kept"))
+    monkeypatch.setattr(runner.drafter.guest, "record_topk", lambda *_: pytest.fail("kept"))
     runner.sampler(logits=torch.zeros(3, VOCAB), sampling_metadata=None)
     Runner.step(runner, [a, b])
     Runner.step(runner, [a])
