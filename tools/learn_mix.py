@@ -282,7 +282,7 @@ def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, voc
     position = 0
     for t in traces:
         tables.begin(0, t.prompt, DraftParams(prediction=t.prediction, tenant=str(t.session)))
-        tables._own.enlarge(0, len(t.output) + 1, tables._contexts)
+        tables._own.enlarge_buffer(0, len(t.output) + 1, tables._contexts)
         parts.append(follow(tables, t, int(len(t.output) < max_out), position, proposer.NO_EXTERNAL, 0))
         position += len(t.output) + 1
         tables.end(0)

@@ -122,7 +122,7 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.
     for t in traces:
         tenant = str(t.session) if t.session % 2 else None
         tables.begin(0, t.prompt, DraftParams(prediction=t.prediction, tenant=tenant))
-        tables._own.enlarge(0, len(t.output) + 1, tables._contexts)
+        tables._own.enlarge_buffer(0, len(t.output) + 1, tables._contexts)
         samples = learn_mix.follow(tables, t, int(len(t.output) < max_out), position, trees_of(stores[t.session].drafter, t), 1)
         spoken = samples.state[:, features.EXTERNAL] > 0
         parts.append(Samples(*(a[spoken] for a in samples)))

@@ -210,7 +210,7 @@ def measure_block(
     for name, some in runs.items():
         cell = {"category": category.name, "temperature": temperature} | cell_of(name, some, runs[OFF])
         if name == MERGED and isinstance(ours := contenders[name], OurEngine):
-            cell["reliability"] = [list(astuple(row)) for row in ours.parts["speculator"].reliability() if row.nodes]
+            cell["reliability"] = [list(astuple(row)) for row in ours.parts["speculator"].list_reliability() if row.nodes]
         yield cell
 
 

@@ -182,7 +182,7 @@ def make_grammar(grammar: str | None, json_schema: str | None) -> Grammar | None
     if grammar is None:
         return None
     text, origin = _read(grammar, "--grammar")
-    return _make_grammar(Grammar.written, text, f"--grammar: {origin}")
+    return _make_grammar(Grammar.from_text, text, f"--grammar: {origin}")
 
 
 def _read(given: str, option: str) -> tuple[str, str]:

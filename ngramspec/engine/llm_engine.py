@@ -441,7 +441,7 @@ class Engine(GenerationMethods):
             tokens_ahead=self.core.ahead.n_tokens,
             speculation_gain=self.core.timing.threshold.gain,
             price_bar=self.core.timing.threshold.governor,
-            reliability=self.speculator.reliability(),
+            reliability=self.speculator.list_reliability(),
         )
 
     def finish_compiling(self, progress: Progress) -> None:

@@ -54,7 +54,7 @@ from ngramspec.speculative.base import NativeDrafting, Speculator
 from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.draft_stats import StatsTable
 from ngramspec.speculative.features import ExternalTrees
-from ngramspec.speculative.proposer import NO_EXTERNAL, idle
+from ngramspec.speculative.proposer import NO_EXTERNAL, get_idle_drafting
 
 
 class StepBudget(NamedTuple):
@@ -109,7 +109,7 @@ class NativeSteps:
         speculates = any(seq.max_depth > 0 for seq in seqs)
         budget = self._plan(seqs, drafting, timing, max_rows, speculates=speculates)
         self._reserve(seqs)
-        stats, stats_rows = self._observers.stats.table(seqs)
+        stats, stats_rows = self._observers.stats.get_table(seqs)
         (table, stops), draws = make_table(seqs, stats_rows), _list_draws(seqs)
         n_rows = len(seqs) + budget.max_nodes
         forward.reserve(n_rows, int(table["n_tokens"].max()) + MAX_NEW_TOKENS + n_rows)
@@ -131,7 +131,7 @@ class NativeSteps:
     def finish(self, result: NativeResult, going_on: list[tuple[Sequence, np.ndarray]]) -> None:
         """Tell the speculator which sequences go on, after which tokens."""
         slots = np.array([seq.slot for seq, _ in going_on], np.int32)
-        self._speculator.advance(len(result.records), slots, [tokens for _, tokens in going_on])
+        self._speculator.observe_native_steps(len(result.records), slots, [tokens for _, tokens in going_on])
 
     def _plan(
         self, seqs: list[Sequence], drafting: NativeDrafting | None, timing: StepTimer, max_rows: int, *, speculates: bool
@@ -154,7 +154,7 @@ class NativeSteps:
         budget: StepBudget, stats: StatsTable,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
         """Set up the loop's state -> the arrays of tokens, sources and records that it fills."""
-        given = _list_members(self._runner.pool, forward, table, stops, drafting or idle(), budget)
+        given = _list_members(self._runner.pool, forward, table, stops, drafting or get_idle_drafting(), budget)
         if self._state is None:
             self._state = _make_state(given, draws, stats)
             _find_functions(self._state, forward.inputs, given[1])
@@ -212,7 +212,7 @@ def _make_loop(forward: NativeForward, pool: BlockTables) -> Any:
     """Make a LoopState of the type that a runner's forward pass and its pool have, and compile what sets it up."""
     forward.reserve(1, 1)
     budget, stats = StepBudget(1, np.zeros(2), 1.0, 1, plain=False), StatsTable(np.zeros((1, 1), np.int64), np.zeros((1, 1)), _INTS)
-    given = _list_members(pool, forward, np.zeros(0, SEQUENCE), _IDS, idle(), budget)
+    given = _list_members(pool, forward, np.zeros(0, SEQUENCE), _IDS, get_idle_drafting(), budget)
     state = _make_state(given, _NO_DRAWS, stats)
     set_stats(state, *stats)
     begin_call(state, *given[:2], given[2:], _NO_DRAWS, 1)

@@ -88,7 +88,7 @@ class Grammar:
         return cls("gbnf", grammar)
 
     @classmethod
-    def written(cls, grammar: str) -> Self:
+    def from_text(cls, grammar: str) -> Self:
         """Return a grammar in llama.cpp's notation, or in Lark's, whichever its first rule is in."""
         if _GBNF.search(grammar):
             return cls.gbnf(grammar)

@@ -138,7 +138,7 @@ class JsonLayoutTracker:
         """Return an independent copy; `begins`: for the beginning of another text."""
         return JsonLayoutTracker(self._matcher.deep_copy(), self._memory, None if begins else self._layout.copy())
 
-    def advance(self, text: bytes, *, undoable: bool = False) -> bool:
+    def try_consume_bytes(self, text: bytes, *, undoable: bool = False) -> bool:
         """Take the next bytes of the text; return False if they do not fit the schema without whitespace."""
         before = self._layout.copy() if undoable else self._layout
         plain = list(self._layout.remove_whitespace(text))
@@ -240,7 +240,7 @@ class GrammarState:
             self._forced.clear()
         if not self._forced and not self._matcher.is_stopped():
             self._forced.extend(self._compute_forced())
-        if self._tracker is not None and not self._tracker.advance(self._tokenizer.decode_bytes([token])):
+        if self._tracker is not None and not self._tracker.try_consume_bytes(self._tokenizer.decode_bytes([token])):
             self._tracker = None
 
     def fork(self) -> GrammarState:
@@ -269,7 +269,7 @@ class GrammarLookahead:
         if self._tracker is not None:
             if self._n_strayed:
                 self._n_strayed += 1
-            elif not self._tracker.advance(self._tokenizer.decode_bytes([token]), undoable=True):
+            elif not self._tracker.try_consume_bytes(self._tokenizer.decode_bytes([token]), undoable=True):
                 self._n_strayed = 1
         return True
 

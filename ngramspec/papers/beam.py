@@ -224,26 +224,26 @@ class BeamSearch:
         first = np.cumsum([0] + [span.n_logits for span in spans])
         known: dict[int, list[tuple[int, float]]] = {}
 
-        def continuations(h: _Hypothesis) -> list[tuple[int, float]]:
+        def get_continuations(h: _Hypothesis) -> list[tuple[int, float]]:
             if h.row not in known:
                 constraint = self._advance_grammar(h)
                 mask = None if constraint is None else constraint.mask()
                 known[h.row] = find_continuations(output.logits(h.row, h.row + 1)[0], self._top, mask)
             return known[h.row]
 
-        def behind(h: _Hypothesis, token: int, score: float) -> _Hypothesis:
+        def extend_hypothesis(h: _Hypothesis, token: int, score: float) -> _Hypothesis:
             tree, root = self.beams[h.beam].tree, int(first[h.beam])
             match = () if tree is None else np.flatnonzero((tree.parents == h.row - root - 1) & (tree.tokens == token)).tolist()
             path, row = ((*h.path, match[0]), root + 1 + match[0]) if match else (h.path, -1)
             return _Hypothesis(score, h.beam, (*h.new, token), path, row)
 
         texts = [_Hypothesis(beam.score, b, (), (), int(first[b])) for b, beam in enumerate(self.beams)]
-        while not self.done and (ranking := self._rank(texts, continuations)) is not None:
-            texts = self._take([behind(texts[i], token, score) for score, i, token in ranking])
+        while not self.done and (ranking := self._rank(texts, get_continuations)) is not None:
+            texts = self._take([extend_hypothesis(texts[i], token, score) for score, i, token in ranking])
         return texts
 
     def _rank(
-        self, texts: list[_Hypothesis], continuations: Callable[[_Hypothesis], list[tuple[int, float]]]
+        self, texts: list[_Hypothesis], get_continuations: Callable[[_Hypothesis], list[tuple[int, float]]]
     ) -> list[tuple[float, int, int]] | None:
         """Rank the next step's continuations, best first: (score, index into `texts`, token); None if a row is needed that is not there.
 
@@ -251,7 +251,7 @@ class BeamSearch:
         """
         last = self._n_output + 1 == self.options.limit
         every = sorted(
-            ((t.score + logprob, i, token) for i, t in enumerate(texts) if t.row >= 0 for token, logprob in continuations(t)),
+            ((t.score + logprob, i, token) for i, t in enumerate(texts) if t.row >= 0 for token, logprob in get_continuations(t)),
             key=lambda c: (-c[0], c[1], c[2]),
         )
         n = going = 0
@@ -288,7 +288,7 @@ class BeamSearch:
         for lane in free:
             self.runner.pool.release(self.slots[lane])
         # a beam is split before it goes on, where it overwrites its drafts
-        self.beams = [self._keep(output, h) if first[h.beam] == i else self._split(h, free.pop()) for i, h in backwards][::-1]
+        self.beams = [self._extend_beam(output, h) if first[h.beam] == i else self._split(h, free.pop()) for i, h in backwards][::-1]
         going = [texts[i] for i in first.values()]
         news, paths = ([np.array(a, np.int32) for a in each] for each in ([h.new for h in going], [h.path for h in going]))
         self.speculator.observe(np.array(kept, np.int32), news, paths, likely)
@@ -311,7 +311,7 @@ class BeamSearch:
         """Return the KV positions of the nodes that have all new tokens but the last one, which the next pass computes."""
         return len(self.beams[h.beam].tokens) + np.array(h.path[: len(h.new) - 1], np.int64)
 
-    def _keep(self, output: Output, h: _Hypothesis) -> _Beam:
+    def _extend_beam(self, output: Output, h: _Hypothesis) -> _Beam:
         old = self.beams[h.beam]
         beam = self._make_beam(h, old.lane, old.block_hashes)
         output.commit([(h.beam, len(old.tokens), self._find_positions(h))])

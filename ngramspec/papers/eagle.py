@@ -218,7 +218,7 @@ class Eagle:
                 )
             states = torch.stack(self.layer(rows))
         kept = scores.argsort(dim=1, descending=True, stable=True)[:, :nodes]  # a parent is as likely as its child, and stands before it
-        return [_tree(*(x[b].numpy() for x in (tokens, parents, scores, kept))) for b in range(B)]
+        return [_select_nodes(*(x[b].numpy() for x in (tokens, parents, scores, kept))) for b in range(B)]
 
     def _make_room(self, text: _EagleState, n: int) -> None:
         if text.kv.shape[1] < n:
@@ -228,7 +228,7 @@ class Eagle:
             text.kv = kv
 
 
-def _tree(tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, kept: np.ndarray) -> Candidates:
+def _select_nodes(tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, kept: np.ndarray) -> Candidates:
     """Return the kept nodes [m] of all [n]."""
     new = np.full(len(tokens) + 1, -1, np.int32)  # the last: the root's
     new[kept] = np.arange(len(kept))

@@ -38,7 +38,7 @@ class _LookaheadState:
     pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     """What followed a token, the latest first; the latest token last."""
 
-    def paths(self) -> Iterator[list[int]]:
+    def iterate_paths(self) -> Iterator[list[int]]:
         """Yield per column the tokens after the last known one, to the column's deepest."""
         yield self.columns[0]
         level_0 = []
@@ -74,12 +74,12 @@ class Lookahead:
         room = (budget + 1) // (self.ngram - 1)
         n_columns = min(self.window, -(-room // 2))
         n_guesses = min(self.guesses, room - n_columns)
-        return [self._tree(self._texts[seq], n_columns, n_guesses) for seq in seqs]
+        return [self._build_tree(self._texts[seq], n_columns, n_guesses) for seq in seqs]
 
-    def _tree(self, text: _LookaheadState, n_columns: int, n_guesses: int) -> Candidates:
-        """Guesses, then the window; what begins alike is one path."""
+    def _build_tree(self, text: _LookaheadState, n_columns: int, n_guesses: int) -> Candidates:
+        """Return the guesses, then the window; what begins alike is one path."""
         guesses = text.pool.get(text.tail[-1], [])[:n_guesses]
-        window = list(text.paths())[:n_columns]
+        window = list(text.iterate_paths())[:n_columns]
         nodes: dict[tuple[int, int], int] = {}
         probs: list[float] = []
         for path, chance in [*((guess, GUESSED) for guess in guesses), *((path, AHEAD) for path in window)]:
@@ -96,7 +96,7 @@ class Lookahead:
         text, sampled = self._texts[seq], tokens[:, 0].tolist()
         children = {edge: i for i, edge in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
         moved = []
-        for path, column in zip(text.paths(), text.columns, strict=True):
+        for path, column in zip(text.iterate_paths(), text.columns, strict=True):
             node: int | None = -1
             for token in path:
                 node = children.get((node, token)) if node is not None else None

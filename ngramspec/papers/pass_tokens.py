@@ -51,9 +51,9 @@ class ParallelTokens:
         self._texts[seq] = _SlotState()
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
-        return [self._tree(self._texts[seq].draft, budget) for seq in seqs]
+        return [self._build_tree(self._texts[seq].draft, budget) for seq in seqs]
 
-    def _tree(self, draft: list[int], budget: int) -> Candidates:
+    def _build_tree(self, draft: list[int], budget: int) -> Candidates:
         """Return the draft, then look-ahead tokens after the last known token and after each of the draft's, nearest first."""
         draft = draft[: budget // 2]
         nodes: list[tuple[int, int, float]] = [(node - 1, token, GUESSED ** (node + 1)) for node, token in enumerate(draft)]

@@ -50,7 +50,7 @@ class NotFiniteError(NgramspecError):
 
 
 @njit(cache=True, nogil=True)
-def _philox(c0, c1, c2, c3, k0, k1):
+def _compute_philox(c0, c1, c2, c3, k0, k1):
     """Compute Philox4x32-10: a counter of four and a key of two words of 32 bits, as uint64 → four words."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for _ in range(10):
@@ -66,7 +66,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
 def _uniform_bits(seed, sample, position, lane):
     """Return what `uniform_bits` does, for arguments that are uint64."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    a, b, _, _ = _philox(position & low, position >> half, sample, lane, seed & low, seed >> half)
+    a, b, _, _ = _compute_philox(position & low, position >> half, sample, lane, seed & low, seed >> half)
     return np.int64((a >> np.uint64(5)) << np.uint64(26) | b >> np.uint64(6))
 
 
@@ -299,7 +299,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self.on_device, self.greedy = on_device(params), params.temperature == 0
         self.by_entries = _is_sparse(params) and params.logprobs is None
-        """Whether `entries` lists all adjustments."""
+        """Whether `list_entries` lists all adjustments."""
         unusual = params.post_sampling_probs or params.logprob_token_ids
         self.scores_few = _keeps_logits(params) and params.logprobs is not None and 0 <= params.logprobs <= KEPT and not unusual
         """Whether logits are left as they are, and the top-k of the pass is enough for the log-probabilities wanted."""
@@ -345,7 +345,7 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.accept(token)
 
-    def entries(self, drafted: np.ndarray | None = None) -> np.ndarray:
+    def list_entries(self, drafted: np.ndarray | None = None) -> np.ndarray:
         """Return what `adjust_logits` does at the next position, if `by_entries`: [n] of ENTRY, each token once.
 
         `drafted` tokens [m] are among them if penalties will count them.
@@ -429,7 +429,7 @@ class Sampler:
         return best
 
     def explain_failure(self, position: int) -> NgramspecError:
-        """Return why a device could pick no token from the logits as `entries` adjust them."""
+        """Return why a device could pick no token from the logits as `list_entries` adjust them."""
         banned = self.ids[self.bias == -np.inf]
         held = self.held_back if position < self.params.min_tokens else banned
         whole = len(banned) and len(np.union1d(banned, held)) == self._vocab_size

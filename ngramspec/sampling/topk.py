@@ -17,7 +17,7 @@ _CHUNK = 128
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _precedes(token, x, other, y):
+def _ranks_before(token, x, other, y):
     """Return whether a token with logit x ranks before another with logit y."""
     return x > y or (x == y and token < other)
 
@@ -26,9 +26,9 @@ def _precedes(token, x, other, y):
 def insert(token, x, best, values):
     """Insert a token with logit x into the best tokens [K] int32 and their logits `values` [K] float32, if it is among them."""
     j = best.shape[0] - 1
-    if not _precedes(token, x, best[j], values[j]):
+    if not _ranks_before(token, x, best[j], values[j]):
         return
-    while j and _precedes(token, x, best[j - 1], values[j - 1]):
+    while j and _ranks_before(token, x, best[j - 1], values[j - 1]):
         values[j], best[j] = values[j - 1], best[j - 1]
         j -= 1
     values[j], best[j] = x, token

@@ -64,7 +64,7 @@ def match_batch(
     """
     if picked is None:
         picked = [span.sampler is not None and span.sampler.on_device and span.samples for span in batch.spans]
-    how = [_how(span, draws=logits is not None) if each else _ALONE for span, each in zip(batch.spans, picked, strict=True)]
+    how = [_choose_matcher(span, draws=logits is not None) if each else _ALONE for span, each in zip(batch.spans, picked, strict=True)]
     if not any(how):
         return [None] * len(how)
     tokens, nodes = np.empty((2, len(batch.input_ids)), np.int32)
@@ -95,7 +95,7 @@ def make_draw_params(samplers: Sequence[Sampler], positions: Sequence[int]) -> D
 _ALONE, FOLLOWED, DRAWN = range(3)
 
 
-def _how(span: Span, *, draws: bool) -> int:
+def _choose_matcher(span: Span, *, draws: bool) -> int:
     """Return whether a sequence's tokens are drawn row by row (DRAWN) or were picked after all rows (FOLLOWED)."""
     return DRAWN if draws and span.sampler is not None and not span.sampler.greedy else FOLLOWED
 

@@ -214,7 +214,7 @@ def _make_client_grammar(grammar: str) -> Grammar:
 
     Raises GrammarError.
     """
-    made = Grammar.written(grammar)
+    made = Grammar.from_text(grammar)
     return Grammar.lark(prepare_lark(grammar)) if made.kind == "lark" else made
 
 

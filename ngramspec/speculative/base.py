@@ -224,10 +224,10 @@ class Speculator:
 
     def prepare_native(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
         """Return what compiled code needs to draft for slots [B] int32 by itself, instead of `propose` and `observe`, until one of them has
-        `n_tokens` more tokens; `advance` follows. None: not possible in this step."""
+        `n_tokens` more tokens; `observe_native_steps` follows. None: not possible in this step."""
         return None
 
-    def advance(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
+    def observe_native_steps(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         """Catch up with steps made by compiled code: it appended appended[b] [k] int32 to the sequences that continue, slots [B] int32."""
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
@@ -251,7 +251,7 @@ class Speculator:
         """Return the name of a node's source, with file and line if it comes from a datastore."""
         return self.source_names[tree.sources[node]]
 
-    def reliability(self) -> list[Reliability]:
+    def list_reliability(self) -> list[Reliability]:
         """Return predicted against observed acceptance by source and level of probability. Callable from any thread."""
         return []
 

@@ -66,9 +66,9 @@ class DraftStats:
         roots = np.append(np.int32(0), ends[:-1])
         self.add(counted, concatenate(levels, np.int32), roots, ends)
 
-    def table(self, keys: Iterable[Hashable]) -> tuple[StatsTable, list[int]]:
+    def get_table(self, keys: Iterable[Hashable]) -> tuple[StatsTable, list[int]]:
         """Return the table for compiled code that counts by itself, and the rows of these sequences in it."""
-        rows = [self._row(key) for key in keys]
+        rows = [self._reserve_row(key) for key in keys]
         return StatsTable(self._counts, self._expected, self._columns), rows
 
     def read(self, key: Hashable) -> Stats:
@@ -100,14 +100,14 @@ class DraftStats:
 
     def _flush(self) -> None:
         for counted, positions, roots, ends in self._passes:
-            rows = np.array([(self._row(each.key), each.place, each.n_tokens, len(each.path)) for each in counted], np.int64)
+            rows = np.array([(self._reserve_row(each.key), each.place, each.n_tokens, len(each.path)) for each in counted], np.int64)
             trees = [each.tree for each in counted if each.tree is not None]
             sources, probs, paths = [tree.sources for tree in trees], [tree.probs for tree in trees], [each.path for each in counted]
             nodes = concatenate(sources, np.uint8), concatenate(probs, np.float32), concatenate(paths, np.int32)
             count((self._counts, self._expected, self._columns), rows, *nodes, positions, roots, ends)
         self._passes.clear()
 
-    def _row(self, key: Hashable) -> int:
+    def _reserve_row(self, key: Hashable) -> int:
         row = self._row_of.get(key)
         if row is None:
             if not self._free:

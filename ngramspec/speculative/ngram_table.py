@@ -367,7 +367,7 @@ class TablePool:
         state[HIT_HISTORY] = 1
         self.buffers[row] = buffer
 
-    def enlarge(self, row: int, n: int, contexts: np.ndarray) -> None:
+    def enlarge_buffer(self, row: int, n: int, contexts: np.ndarray) -> None:
         """Make room for n more tokens."""
         old, old_buffer = self.states[row].copy(), self.buffers[row]  # the buffer lives until its tables are copied
         assert old_buffer is not None, f"slot {row} was never begun"

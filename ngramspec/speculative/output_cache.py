@@ -41,6 +41,6 @@ class OutputCache:
         output = np.append(np.asarray(output, np.int32), np.int32(-1))  # -1: contexts do not reach from one output into the next
         output = output[-tables.history :]
         if not has_room_for(tables.states[row], self._contexts, tables.history, len(output)):
-            tables.enlarge(row, len(output), self._contexts)
+            tables.enlarge_buffer(row, len(output), self._contexts)
         append_tokens(tables.states[row], self._contexts, output, tables.history)
         return taken

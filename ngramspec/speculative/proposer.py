@@ -227,7 +227,7 @@ class TreeProposer(Speculator):
             b = tree_builder.update(self._draft_state, slots, b, verified, self.history, self._n_external, rows)
             if b == len(slots):
                 break
-            self._own.enlarge(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
+            self._own.enlarge_buffer(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
         if self.datastore is not None:
             self.datastore.observe(slots, new_start, new)
             self._record_datastore_gains(slots, path_start, path)
@@ -264,10 +264,10 @@ class TreeProposer(Speculator):
         if n_steps < 1:
             return None
         while (b := tree_builder.find_full_table(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
-            self._own.enlarge(int(slots[b]), n_tokens, self._contexts)
+            self._own.enlarge_buffer(int(slots[b]), n_tokens, self._contexts)
         return NativeDrafting(self._draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
 
-    def advance(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
+    def observe_native_steps(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         if self.datastore is not None:
             self._schedule.skip_steps(n_steps)
             self.datastore.observe(slots, *concatenate_ragged(appended))
@@ -293,7 +293,7 @@ class TreeProposer(Speculator):
             return name
         return f"{name}:{self.datastore.locate(int(tree.store_positions[node]))}"
 
-    def reliability(self) -> list[Reliability]:
+    def list_reliability(self) -> list[Reliability]:
         return list_reliability(self._calibration, self.source_names)
 
     def index(self, store: Datastore) -> list[VectorIndex]:
@@ -448,7 +448,7 @@ NO_EXTERNAL = ExternalTrees(np.zeros(1, np.int64), _NO_TOKENS, _NO_TOKENS, _NO_C
 
 
 @functools.cache
-def idle() -> NativeDrafting:
+def get_idle_drafting() -> NativeDrafting:
     """Return what compiled code needs for sequences without drafts."""
     proposer = TreeProposer(DraftOptions(vocab_size=1, max_seqs=1, spec_rows=0, answers=0, recycle=False), weights=make_cold_weights())
     drafting = proposer.prepare_native(np.empty(0, np.int32), 0)

@@ -12,8 +12,8 @@ from ngramspec.sampling.numeric import exp
 from ngramspec.sampling.sampler import (
     NotFiniteError,
     Sampler,
+    _compute_philox,
     _draw_index,
-    _philox,
     _scale_by_fraction,
     encode_top_p,
     on_device,
@@ -45,7 +45,7 @@ def row(seed: int = 0, scale: float = 2.0) -> np.ndarray:
 )
 def test_philox_published_vectors(counter: list[int], key: list[int], expected: list[int]) -> None:
     """Known answers of philox4x32-10 from Random123."""
-    assert [int(word) for word in _philox(*map(np.uint64, [*counter, *key]))] == expected
+    assert [int(word) for word in _compute_philox(*map(np.uint64, [*counter, *key]))] == expected
 
 
 def test_uniform_is_uniform_and_keyed() -> None:

@@ -159,7 +159,7 @@ def test_reliability_counts_the_verified_nodes(text: np.ndarray, without: Run) -
             row[1] += p
             row[2] += i in path
     last, taken = without.trees[-1], without.paths[-1]
-    rows = without.proposer.reliability()
+    rows = without.proposer.list_reliability()
     assert sum(row.nodes for row in rows) == sum(row[0] for row in found.values()) + len(last)
     assert sum(row.made for row in rows) == sum(row[2] for row in found.values()) + len(taken)
     assert sum(row.expected for row in rows) == pytest.approx(sum(row[1] for row in found.values()) + last.probs.sum(), rel=1e-6)

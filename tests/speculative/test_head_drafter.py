@@ -139,7 +139,7 @@ def test_a_head_that_is_always_wrong_is_seldom_asked() -> None:
         if given is not None:
             assert not proposer.needs_hidden_states
             k = min(given.n_steps, 16)
-            proposer.advance(k, slots, [np.full(k, 2, np.int32)])
+            proposer.observe_native_steps(k, slots, [np.full(k, 2, np.int32)])
             n, native, position = n + k, native + k, position + k
             continue
         proposer.propose(slots, np.full(1, 4, np.int32), cost, 1, 8)

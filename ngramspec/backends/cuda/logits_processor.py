@@ -44,7 +44,7 @@ class PenaltyEntries:
             if sampler is None or plain or not sampler.by_entries:
                 picked.append(plain)
                 continue
-            entries = sampler.entries(None if span.tree is None else span.tree.tokens)
+            entries = sampler.list_entries(None if span.tree is None else span.tree.tokens)
             picked.append(n + len(entries) <= len(self._host))
             if picked[s] and len(entries):
                 if n == 0:

@@ -29,5 +29,5 @@ class DraftLayers(Stepwise):
         """Raises ValueError where the model has fewer layers, UnsupportedModelError where they cannot be run by themselves."""
         self._use(runner.early_exit(self.n_layers), runner.pool, runner.rows_per_item, runner.max_rows)
 
-    def _keep(self, seq: int, known: Known, accepted: np.ndarray) -> int:
+    def _keep_accepted(self, seq: int, known: Known, accepted: np.ndarray) -> int:
         return len(known.tokens) + len(accepted) - 1

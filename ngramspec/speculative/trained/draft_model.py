@@ -59,10 +59,10 @@ class DraftModel(Stepwise):
         super().begin(seq, tokens)
         self._pool.reserve(seq, len(tokens))
 
-    def _keep(self, seq: int, known: Known, accepted: np.ndarray) -> int:
+    def _keep_accepted(self, seq: int, known: Known, accepted: np.ndarray) -> int:
         n, computed = len(known.tokens), known.computed
         if known.chains is not None:
-            path = n + np.array(known.chains.path(accepted[:-1]), np.int32)
+            path = n + np.array(known.chains.find_path(accepted[:-1]), np.int32)
             self._pool.commit(seq, n, path)  # type: ignore[attr-defined]  # a pool with memory
             computed = n + len(path)
         self._pool.truncate_to(seq, n + len(accepted))
@@ -77,20 +77,20 @@ class DraftModel(Stepwise):
 def check_alike(target: Runner, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
     """Raise UnsupportedModelError unless a model can draft for the target: the same vocabulary, the same end tokens, no shorter context."""
 
-    def differ(what: str, ours: object, theirs: object) -> UnsupportedModelError:
+    def make_error(what: str, ours: object, theirs: object) -> UnsupportedModelError:
         return UnsupportedModelError(f"{name} cannot draft for {type(target.model).__name__}: {what} differ, {ours} against {theirs}")
 
     n = model.get_output_embeddings().weight.shape[0]
     if n != target.vocab_size:
-        raise differ("the vocabularies' sizes", n, target.vocab_size)
+        raise make_error("the vocabularies' sizes", n, target.vocab_size)
     if tokenizer is not None and target.tokenizer is not None:
         ours, theirs = tokenizer.get_vocab(), target.tokenizer.get_vocab()
         for token in sorted(ours.keys() | theirs.keys()) if ours != theirs else ():
             if ours.get(token) != theirs.get(token):
-                raise differ(f"the ids of the token {token!r}", ours.get(token), theirs.get(token))
+                raise make_error(f"the ids of the token {token!r}", ours.get(token), theirs.get(token))
     stops, theirs = eos_token_ids(model, tokenizer), eos_token_ids(target.model, target.tokenizer)
     if stops != theirs:
-        raise differ("the ids that end a text", stops, theirs)
+        raise make_error("the ids that end a text", stops, theirs)
     trained = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or target.max_model_len)
     if trained < target.max_model_len:
         raise UnsupportedModelError(

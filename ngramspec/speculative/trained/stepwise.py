@@ -94,7 +94,7 @@ class Chains:
             token = sampler.draw(weights, position, 1 + 2 * chain if self.draws else 0)
         return token, weights / weights.sum()
 
-    def path(self, tokens: np.ndarray) -> list[int]:
+    def find_path(self, tokens: np.ndarray) -> list[int]:
         """Return the nodes that carry the first of these tokens [n], as far as passes have computed them: all but the last level."""
         path: list[int] = []
         computed, node = range(len(self._tokens) - self.n_rows), -1
@@ -138,7 +138,7 @@ class Stepwise(ABC):
         self._forward, self._pool, self._rows_per_item, self._max_rows = forward, pool, rows_per_item, max_rows
 
     @abstractmethod
-    def _keep(self, seq: int, known: Known, accepted: np.ndarray) -> int:
+    def _keep_accepted(self, seq: int, known: Known, accepted: np.ndarray) -> int:
         """Keep what is right of the draft. How many tokens are computed once those `accepted` [k] are among them; less than all."""
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
@@ -151,12 +151,12 @@ class Stepwise(ABC):
         drafting: dict[int, Known] = {}
         for seq in seqs:
             known = self._known[seq]
-            depth = self._depth(seq, known, budget)
+            depth = self._plan_depth(seq, known, budget)
             if depth > 0 and known.text is not None:
                 known.chains = Chains(known.text, len(known.tokens), depth, self.branches, self.draws)
                 drafting[seq] = known
         self._catch_up(drafting)
-        while spans := [span for seq, known in drafting.items() if (span := self._next(seq, known)) is not None]:
+        while spans := [span for seq, known in drafting.items() if (span := self._plan_next_level(seq, known)) is not None]:
             output, end = self._forward(pack(spans, self._pool, self._rows_per_item)), 0
             for span in spans:
                 end += span.n_logits
@@ -166,7 +166,7 @@ class Stepwise(ABC):
         empty = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
         return [empty if (chains := self._known[seq].chains) is None else chains.candidates for seq in seqs]
 
-    def _depth(self, seq: int, known: Known, budget: int) -> int:
+    def _plan_depth(self, seq: int, known: Known, budget: int) -> int:
         """Return how many levels to draft, with room for the keys and values of all but the last; 0: none."""
         n, text = len(known.tokens), known.text
         if text is None or not known.written:
@@ -188,7 +188,7 @@ class Stepwise(ABC):
                 return
             self._forward(pack(spans, self._pool, self._rows_per_item)).logits(0, 0)
 
-    def _next(self, seq: int, known: Known) -> Span | None:
+    def _plan_next_level(self, seq: int, known: Known) -> Span | None:
         """Return the rows that the next level of a draft grows from, None if it is deep enough."""
         chains, n = known.chains, len(known.tokens)
         assert chains is not None
@@ -204,7 +204,7 @@ class Stepwise(ABC):
 
     def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
         known = self._known[seq]
-        known.computed = self._keep(seq, known, accepted)
+        known.computed = self._keep_accepted(seq, known, accepted)
         known.tokens = np.concatenate([known.tokens, accepted])
         known.written, known.chains = True, None
 
