@@ -111,7 +111,7 @@ class Recital(ExactMatch):
         if text is None:
             return super().iterate_accepted(seq, output, span)
         by_device = span.sampler is not None and span.sampler.on_device
-        rows = None if by_device else output.logits(span.root_logits, span.end_logits)
+        rows = None if by_device else output.get_logits(span.root_logits, span.end_logits)
 
         def sample(row: int) -> int:
             if rows is not None:

@@ -76,20 +76,20 @@ class Output(Protocol):
         """Return what `verify.match_draft` accepts of each sequence whose sampler the device serves; None for the others."""
         ...
 
-    def logits(self, first: int, end: int) -> np.ndarray:
+    def get_logits(self, first: int, end: int) -> np.ndarray:
         """Return logits rows [end - first, V] float32."""
 
-    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def get_topk(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the top-k tokens after each row [end - first, KEPT] int32 and their logits float32; None if they were not computed."""
 
-    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+    def get_logprobs(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
         """Return log-probabilities of the tokens that the device picked after these rows [m], and of the n most likely.
 
         Only for sequences that have a match in `get_matches` and whose log-probabilities are wanted.
         """
         ...
 
-    def states(self, rows: np.ndarray) -> np.ndarray:
+    def get_hidden_states(self, rows: np.ndarray) -> np.ndarray:
         """Return the last hidden states [n, H] float32 of rows [n] of the batch, as the language-model head sees them.
 
         Only if `Runner.keep_states` was called.
@@ -241,7 +241,7 @@ class Runner(ABC):
 
     def _logits_of(self, spans: list[Span]) -> np.ndarray:
         batch = pack(spans, self.pool, self.rows_per_item)
-        return self.forward(batch).logits(0, len(batch.logits_rows)).copy()
+        return self.forward(batch).get_logits(0, len(batch.logits_rows)).copy()
 
     # ------------------------------------------------------------------ proofs and measurements
 
@@ -270,7 +270,7 @@ class Runner(ABC):
             what = ", ".join([*doubted, *self.violations]) or "attention or small operations"
             log.warning("exactness: numerical (rows depend on their number: %s)", what)
 
-    def mismatch(self, error: float) -> UnsupportedModelError:
+    def make_mismatch_error(self, error: float) -> UnsupportedModelError:
         """Return the error to raise for logits that are this far from transformers' own."""
         return UnsupportedModelError(f"{type(self.model).__name__}: logits differ from transformers' own by {error:.2g} of their size")
 
@@ -316,11 +316,11 @@ class Runner(ABC):
         slot = self.slot_for_tests(context + rows)
         try:
             tokens = np.random.default_rng(0).integers(0, self.vocab_size, rows).astype(np.int32)  # equal ones would go to the same experts
-            draft = chain(rows - 1)
+            draft = make_chain_tree(rows - 1)
             spans = [Span(slot, tokens[:1], context - 1, replace(draft, tokens=tokens[1:]))]
             self.pool.skip_to(slot, context - 1)
             start = time.perf_counter()
-            self.forward(pack(spans, self.pool, self.rows_per_item)).logits(0, 0)
+            self.forward(pack(spans, self.pool, self.rows_per_item)).get_logits(0, 0)
             return (time.perf_counter() - start) * 1e3
         finally:
             self.pool.release(slot)
@@ -348,7 +348,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 
 
-def chain(n: int) -> DraftTree:
+def make_chain_tree(n: int) -> DraftTree:
     """A draft of n nodes, for tests and measurements."""
     return DraftTree(np.full(n, 11, np.int32), np.arange(-1, n - 1, dtype=np.int32), np.ones(n, np.float32), np.zeros(n, np.uint8))
 

@@ -74,7 +74,7 @@ class ExactMatch(Acceptance):
 
     def iterate_accepted(self, seq: Sequence, output: Output, span: Span) -> AcceptedTokens:
         """Yield tokens sampled from the logits rows of the path. Raises NotFiniteError."""
-        rows = output.logits(span.root_logits, span.end_logits)
+        rows = output.get_logits(span.root_logits, span.end_logits)
         logprob = None
 
         def sample(row: int) -> int:
@@ -113,7 +113,7 @@ class RelaxedAcceptance(Acceptance):
         if self._uses_exact_match(seq.params):
             yield from self._exact.iterate_accepted(seq, output, span)
             return
-        rows, n, sampler = output.logits(span.root_logits, span.end_logits), seq.n_output, seq.sampler
+        rows, n, sampler = output.get_logits(span.root_logits, span.end_logits), seq.n_output, seq.sampler
 
         def draw_uniform(depth: int, k: int) -> float:
             lane = 2 * k + 2  # drafters that guess what the request would sample use lane 0

@@ -73,7 +73,7 @@ class Observers:
         span = accepted.span
         known = np.arange(span.first_row, span.first_row + len(span.tokens))
         rows = np.concatenate([known, span.first_row + len(span.tokens) + accepted.path])
-        self._speculator.on_hidden_states(accepted.seq.slot, span.start, output.states(rows))
+        self._speculator.on_hidden_states(accepted.seq.slot, span.start, output.get_hidden_states(rows))
 
     def _record_tree_sources(self, accepted: Accepted) -> None:
         """Record where each of a choice's tokens came from."""

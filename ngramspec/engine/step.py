@@ -370,7 +370,7 @@ class Core:
                 continue
             try:
                 if seq.lacks_prompt_logprobs:
-                    seq.score_prompt(span.start, output.logits(span.first_logits, span.first_logits + len(span.tokens)))
+                    seq.score_prompt(span.start, output.get_logits(span.first_logits, span.first_logits + len(span.tokens)))
                 if not span.samples:
                     tokens = path = _NO_TOKENS
                 elif match is not None and self.acceptance.matches_by_pass:
@@ -445,7 +445,7 @@ def _score_tokens(output: Output, span: Span, match: Match, n: int | None) -> li
     """Return the log-probabilities of a match's tokens; None if they are not wanted."""
     if n is None:
         return None
-    return output.scores(span.root_logits + np.concatenate([[0], 1 + match[1]]), n)
+    return output.get_logprobs(span.root_logits + np.concatenate([[0], 1 + match[1]]), n)
 
 
 def _map_to_own_nodes(accepted: Accepted) -> np.ndarray:

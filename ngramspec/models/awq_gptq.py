@@ -74,7 +74,7 @@ class GroupLayout:
         part = np.ascontiguousarray(packed[:, start : -(-end // self.shared)])
         return self.unpack_zeros(part)[:, first - start * self.shared : end - start * self.shared]
 
-    def zeros(self, packed: np.ndarray) -> np.ndarray:
+    def compute_zeros(self, packed: np.ndarray) -> np.ndarray:
         """Unpack zeros [groups, N] uint8. They wrap: 0 minus one is the largest."""
         return self.unpack_zeros(packed) + np.uint8(self.added) & np.uint8((1 << self.bits) - 1)
 
@@ -116,7 +116,7 @@ class _Latest:
         self._files[tensor.path].read_into(raw, tensor.offset)
         return (raw.view(np.int32) if tensor.dtype == "I32" else dequantise(tensor.dtype, raw)).reshape(tensor.shape)
 
-    def keep(self, tensor: SafetensorsEntry) -> np.ndarray:
+    def read_and_keep(self, tensor: SafetensorsEntry) -> np.ndarray:
         raw = self.read(tensor)
         self._kept = tensor, raw
         return raw
@@ -134,9 +134,9 @@ class GroupedTensor(StoredTensor):
     scales: np.ndarray
     """[N, groups] float16; float32 if the kind is F32"""
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         assert 0 <= first <= end <= self.n_rows
-        codes = self.layout.unpack_codes(self.latest.keep(self.qweight), first, end).T.astype(np.int16)
+        codes = self.layout.unpack_codes(self.latest.read_and_keep(self.qweight), first, end).T.astype(np.int16)
         n, k = codes.shape
         zeros, scales = self.zeros[first:end], self.scales[first:end]
         groups, blocks = zeros.shape[1], k // BLOCK
@@ -178,7 +178,7 @@ def _make_grouped_tensor(
         raise refuse(
             "has its inputs in another order (g_idx of desc_act true), which is not read; g_idx is read as input // group in int32"
         )
-    zeros, factors = layout.zeros(latest.read(qzeros)), latest.read(scales)
+    zeros, factors = layout.compute_zeros(latest.read(qzeros)), latest.read(scales)
     with np.errstate(over="ignore"):
         halves = factors.astype(np.float16)
     middle = bool((zeros == 1 << layout.bits - 1).all())

@@ -24,7 +24,7 @@ def watch_start(folder: Path, clear: Callable[[], None]) -> Iterator[None]:
 
     Nothing is recorded if the folder cannot be written, or if faulthandler is in use already.
     """
-    crashed = [path for path in _records(folder) if path.stat().st_size]
+    crashed = [path for path in _list_records(folder) if path.stat().st_size]
     cleared = bool(crashed) and not any(path.name.endswith(".cleared") for path in crashed)
     if cleared:
         clear()
@@ -49,7 +49,7 @@ def watch_start(folder: Path, clear: Callable[[], None]) -> Iterator[None]:
             record.unlink(missing_ok=True)
 
 
-def _records(folder: Path) -> list[Path]:
+def _list_records(folder: Path) -> list[Path]:
     """Return the files of other starts; remove those that were forgotten."""
     found = []
     with contextlib.suppress(OSError):

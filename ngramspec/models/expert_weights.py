@@ -24,11 +24,11 @@ class SplitTensor(StoredTensor):
     begin: int
     step: int
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         (n, m), found = (self.shape[1], self.stored.shape[1]), []
         for expert, a, b in _split_by_expert(first, end, n):
             at = expert * m + self.begin
-            found.append(self.stored.rows(at + a * self.step, at + (b - 1) * self.step + 1)[:: self.step])
+            found.append(self.stored.read_rows(at + a * self.step, at + (b - 1) * self.step + 1)[:: self.step])
         return _join(found, self.row_bytes)
 
 
@@ -41,7 +41,7 @@ class JoinedTensor(StoredTensor):
     parts: tuple[StoredTensor, ...]
     in_turns: bool = False
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         found, n = [], self.parts[0].shape[1]
         if self.in_turns:
             n_parts = len(self.parts)
@@ -56,7 +56,7 @@ class JoinedTensor(StoredTensor):
         return _join(found, self.row_bytes)
 
     def _read(self, part: StoredTensor, first: int, end: int) -> np.ndarray:
-        return part.rows(first, end) if part.kind == self.kind else np.ascontiguousarray(part.values(first, end)).view(np.uint8)
+        return part.read_rows(first, end) if part.kind == self.kind else np.ascontiguousarray(part.read_values(first, end)).view(np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class StackedTensor(StoredTensor):
 
     parts: tuple[StoredTensor, ...]
 
-    def rows(self, first: int, end: int) -> np.ndarray:
-        return _join([self.parts[e].rows(a, b) for e, a, b in _split_by_expert(first, end, self.shape[1])], self.row_bytes)
+    def read_rows(self, first: int, end: int) -> np.ndarray:
+        return _join([self.parts[e].read_rows(a, b) for e, a, b in _split_by_expert(first, end, self.shape[1])], self.row_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +75,19 @@ class TransposedTensor(StoredTensor):
 
     stored: StoredTensor
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         assert KINDS[self.kind][0] == 1, "quant blocks lie along the rows of the tensor that is stored"
         number = np.dtype(f"u{self.row_bytes // self.shape[2]}")
-        return self._transpose(first, end, lambda a, b: self.stored.rows(a, b).view(number)).view(np.uint8)
+        return self._transpose(first, end, lambda a, b: self.stored.read_rows(a, b).view(number)).view(np.uint8)
 
-    def values(self, first: int, end: int) -> np.ndarray:
-        return self._transpose(first, end, self.stored.values)
+    def read_values(self, first: int, end: int) -> np.ndarray:
+        return self._transpose(first, end, self.stored.read_values)
 
     def float32(self) -> np.ndarray:
         e, n, _ = self.shape
         whole = np.empty(self.shape, np.float32)
         for i in range(e):  # an expert is read once
-            whole[i] = self.values(i * n, (i + 1) * n)
+            whole[i] = self.read_values(i * n, (i + 1) * n)
         return whole
 
     def _transpose(self, first: int, end: int, read: Callable[[int, int], np.ndarray]) -> np.ndarray:
@@ -102,7 +102,7 @@ class AppendedTensor(StoredTensor):
 
     parts: tuple[StoredTensor, StoredTensor]
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         return np.concatenate([part.float32() for part in self.parts])[first:end].view(np.uint8)
 
 

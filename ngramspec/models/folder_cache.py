@@ -62,7 +62,7 @@ class ModelFolder:
         *_, repository, kind, name = ("", "", *self.path.resolve().parts)
         return repository.removeprefix("models--") if kind == "snapshots" else name
 
-    def fingerprint(self) -> dict[str, Any]:
+    def identify_files(self) -> dict[str, Any]:
         """Return what identifies the files and their state without reading weights. Raises ModelNotFoundError, OSError."""
         return {"parts": self._parts}
 

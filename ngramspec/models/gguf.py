@@ -105,7 +105,7 @@ class Gguf:
         """Bytes of all tensors."""
         return sum(tensor.n_bytes for tensor in self.tensors.values())
 
-    def fingerprint(self) -> dict[str, Any]:
+    def identify_files(self) -> dict[str, Any]:
         """Return what identifies these files and their current state without reading their weights."""
         parts = []
         for header in self.headers:

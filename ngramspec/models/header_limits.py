@@ -92,10 +92,10 @@ def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]]
     """
     widest = _ACCOUNT * max((n for shape in shapes for n in shape), default=0) if shapes is not None else 1 << 20
     layers = len(shapes) if shapes is not None else MOST_LAYERS
-    for key, value in _values(config):
+    for key, value in _iterate_values(config):
         if isinstance(value, (list, str)) and len(value) > MOST_LAYERS:
             raise UnsupportedModelError(f"{spec}: {key} has a length of {len(value)} in its config; accepted: up to {MOST_LAYERS}")
-    for key, value in _numbers(config):
+    for key, value in _iterate_numbers(config):
         least, most, why = -(1 << 31), float(1 << 31), ""
         if key in _LAYERS:
             least, most, why = 0, layers, ", by its tensors"
@@ -113,14 +113,14 @@ def check_sizes(config: dict[str, Any], spec: str, shapes: list[tuple[int, ...]]
             raise UnsupportedModelError(f"{spec}: {key} is {value!r} by its config; accepted: {max(least, 0)} to {most:.0f}{why}")
 
 
-def _numbers(found: Any) -> Iterator[tuple[str, int | float]]:
+def _iterate_numbers(found: Any) -> Iterator[tuple[str, int | float]]:
     """Yield every number of a config, with the key that it or the list around it has."""
-    for key, value in _values(found):
+    for key, value in _iterate_values(found):
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield key, value
 
 
-def _values(found: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_values(found: Any) -> Iterator[tuple[str, Any]]:
     """Yield every value of a config, lists and objects among them, with the key that it or the list around it has."""
     left = [("", found)]
     while left:

@@ -27,8 +27,8 @@ class DequantisedTensor(StoredTensor):
 
     stored: StoredTensor
 
-    def rows(self, first: int, end: int) -> np.ndarray:
-        return np.ascontiguousarray(self.stored.values(first, end)).view(np.uint8)
+    def read_rows(self, first: int, end: int) -> np.ndarray:
+        return np.ascontiguousarray(self.stored.read_values(first, end)).view(np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,12 @@ class JoinedHeads(StoredTensor):
     values_of_heads: StoredTensor
     """[heads, V, rank]"""
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         rank, n_keys = self.keys.shape[1:]
         n_values = self.values_of_heads.shape[1]
         a, b = first // (n_keys + n_values), -(-end // (n_keys + n_values))
-        keys = self.keys.values(a * rank, b * rank).reshape(b - a, rank, n_keys)
-        values = self.values_of_heads.values(a * n_values, b * n_values).reshape(b - a, n_values, rank)
+        keys = self.keys.read_values(a * rank, b * rank).reshape(b - a, rank, n_keys)
+        values = self.values_of_heads.read_values(a * n_values, b * n_values).reshape(b - a, n_values, rank)
         begin = a * (n_keys + n_values)
         return join_arrays(keys, values)[first - begin : end - begin].view(np.uint8)
 

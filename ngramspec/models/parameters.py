@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.tensor_source import StoredTensor, TensorSource, chunks
+from ngramspec.models.tensor_source import StoredTensor, TensorSource, iterate_row_ranges
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -25,7 +25,7 @@ class MemoryTensor(StoredTensor):
 
     tensor: torch.Tensor
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         rows = self.tensor.detach().reshape(self.n_rows, self.shape[-1])[first:end].contiguous()
         return rows.cpu().view(torch.uint8).numpy().reshape(end - first, self.row_bytes)
 
@@ -74,8 +74,8 @@ def fill(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, devic
             if empty not in made:
                 stored = source[f"{path}.{name}" if path else name]
                 values = torch.empty((stored.n_rows, stored.shape[-1]), dtype=dtype, device=device)
-                for first, end in chunks(stored):
-                    values[first:end] = torch.from_numpy(stored.values(first, end)).to(dtype)
+                for first, end in iterate_row_ranges(stored):
+                    values[first:end] = torch.from_numpy(stored.read_values(first, end)).to(dtype)
                 made[empty] = nn.Parameter(values.reshape(empty.shape), requires_grad=False)
             setattr(module, name, made[empty])
     model.config.dtype = dtype

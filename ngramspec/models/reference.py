@@ -205,7 +205,9 @@ def _make_hooks(found: Trace, name: str, n: int, replayed: Trace | None) -> tupl
     def is_rows(value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[:2] == (1, n)
 
-    def before(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def trace_input(
+        _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = args[0] if args else next((kwargs[key] for key in ("hidden_states", "x", "input") if key in kwargs), None)
         if not is_rows(given) or name in found.inputs:
             return None
@@ -219,14 +221,14 @@ def _make_hooks(found: Trace, name: str, n: int, replayed: Trace | None) -> tupl
             return (instead, *args[1:]), kwargs
         return args, {key: instead if value is given else value for key, value in kwargs.items()}
 
-    def after(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    def trace_output(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         if is_rows(first) and name not in found.outputs:
             found.outputs[name] = first[0].clone()
         if "." not in name:
             found.n_outputs = len(output) if isinstance(output, tuple) else 0
 
-    return before, after
+    return trace_input, trace_output
 
 
 @contextmanager
@@ -388,7 +390,7 @@ class Reference:
                     full = f"{path}.{name}" if path else name
                     stored = self._source[full]
                     cut = stored.shape != tuple(empty.shape)
-                    values = stored.values(0, self._n_words) if cut and len(stored.shape) == 2 else stored.float32()[: empty.shape[0]]
+                    values = stored.read_values(0, self._n_words) if cut and len(stored.shape) == 2 else stored.float32()[: empty.shape[0]]
                     if values.shape != tuple(empty.shape):
                         raise UnsupportedModelError(f"{full} is {list(stored.shape)}, where {list(empty.shape)} was expected")
                     made[empty] = torch.nn.Parameter(torch.from_numpy(values.copy()), requires_grad=False)

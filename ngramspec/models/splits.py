@@ -93,12 +93,12 @@ _DIGIT, _THREE_DIGITS, _DIGITS = r"\p{N}", r"\p{N}{1,3}", r"\p{N}+"
 _NEWLINES = r"[^\n]+|\n+"
 
 
-def _words(digits: str, others: str = _OTHERS, blanks: str = _BLANKS, contraction: str = _CONTRACTION + "|") -> str:
+def _make_word_expression(digits: str, others: str = _OTHERS, blanks: str = _BLANKS, contraction: str = _CONTRACTION + "|") -> str:
     """Return Llama 3's expression or a variant."""
     return rf"{contraction}{_BEFORE}\p{{L}}+|{digits}|{others}|{blanks}"
 
 
-def _cased(upper: str, lower: str, digits: str, contraction: str = "") -> str:
+def _make_cased_expression(upper: str, lower: str, digits: str, contraction: str = "") -> str:
     """Return GPT-4o's expression or a variant: a word is upper case, then lower case."""
     end = f"(?:{contraction})?" if contraction else ""
     others = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
@@ -108,10 +108,10 @@ def _cased(upper: str, lower: str, digits: str, contraction: str = "") -> str:
 _UPPER, _LOWER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 _LETTERS = r"[\p{L}\p{M}]"
 _UNCASED = rf"{_BEFORE}{_LETTERS}+(?:{_CONTRACTION})?"
-_LLAMA3, _QWEN2 = _words(_THREE_DIGITS), _words(_DIGIT)
+_LLAMA3, _QWEN2 = _make_word_expression(_THREE_DIGITS), _make_word_expression(_DIGIT)
 _QWEN35 = rf"{_CONTRACTION}|{_BEFORE}{_LETTERS}+|{_DIGIT}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}"
-_GPT4O = _cased(_UPPER, _LOWER, _THREE_DIGITS, _CONTRACTION)
-_GRANITE_EMBEDDING = _cased(r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]", _THREE_DIGITS, _CONTRACTION)
+_GPT4O = _make_cased_expression(_UPPER, _LOWER, _THREE_DIGITS, _CONTRACTION)
+_GRANITE_EMBEDDING = _make_cased_expression(r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]", _THREE_DIGITS, _CONTRACTION)
 
 _KANA = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _DEEPSEEK_BEGIN = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
@@ -144,44 +144,46 @@ _JAIS2_BLANKS = r"\s*[\r\n]+|" + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256
 # ---------------------------------------------------------------------- names
 
 
-def _named(names: str, *cuts: str | SplitPass, **more: bool) -> dict[str, SplitRule]:
+def _make_rules(names: str, *cuts: str | SplitPass, **more: bool) -> dict[str, SplitRule]:
     split = SplitRule(tuple(SplitPass(cut) if isinstance(cut, str) else cut for cut in cuts), **more)
     return dict.fromkeys(names.split(), split)
 
 
 _SPLITS: dict[str, SplitRule] = {
-    **_named("default", r"[\p{P}$+<=>^~|]+", _GPT2, _DIGITS, "[0-9][0-9][0-9]"),
-    **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert exaone4", _GPT2),
-    **_named("jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling", _GPT2),
-    **_named("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _DIGIT, _GPT2),
-    **_named("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3, ignore_merges=True, add_bos=True),
-    **_named("dbrx smaug-bpe chatglm-bpe", _LLAMA3),
-    **_named("glm4 glm5", _LLAMA3, ignore_merges=True),
-    **_named("minicpm5", _THREE_DIGITS, _words(_DIGITS), ignore_merges=True),
-    **_named("jais-2", _words(_THREE_DIGITS, blanks=_JAIS2_BLANKS)),
-    **_named("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
-    **_named("qwen35", _QWEN35),
-    **_named("ufakzeka", _words(_DIGIT, contraction="")),
-    **_named("laguna", _NEWLINES, _QWEN2),
-    **_named("bailingmoe bailingmoe2 llada-moe", _words(_DIGIT, blanks=r"\s*[\r\n]|\s+(?!\S)|\s+")),
-    **_named("seed-coder", _words(_DIGIT, others=r" ?[^\s\p{L}\p{N}]+")),
-    **_named(
+    **_make_rules("default", r"[\p{P}$+<=>^~|]+", _GPT2, _DIGITS, "[0-9][0-9][0-9]"),
+    **_make_rules("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert exaone4", _GPT2),
+    **_make_rules("jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling", _GPT2),
+    **_make_rules("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _DIGIT, _GPT2),
+    **_make_rules(
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3, ignore_merges=True, add_bos=True
+    ),
+    **_make_rules("dbrx smaug-bpe chatglm-bpe", _LLAMA3),
+    **_make_rules("glm4 glm5", _LLAMA3, ignore_merges=True),
+    **_make_rules("minicpm5", _THREE_DIGITS, _make_word_expression(_DIGITS), ignore_merges=True),
+    **_make_rules("jais-2", _make_word_expression(_THREE_DIGITS, blanks=_JAIS2_BLANKS)),
+    **_make_rules("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
+    **_make_rules("qwen35", _QWEN35),
+    **_make_rules("ufakzeka", _make_word_expression(_DIGIT, contraction="")),
+    **_make_rules("laguna", _NEWLINES, _QWEN2),
+    **_make_rules("bailingmoe bailingmoe2 llada-moe", _make_word_expression(_DIGIT, blanks=r"\s*[\r\n]|\s+(?!\S)|\s+")),
+    **_make_rules("seed-coder", _make_word_expression(_DIGIT, others=r" ?[^\s\p{L}\p{N}]+")),
+    **_make_rules(
         "exaone-moe",
         rf"{_CONTRACTION}|{_BEFORE}\p{{L}}\p{{M}}*(?: ?\p{{L}}\p{{M}}*)*|{_DIGIT}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
-    **_named("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O),
-    **_named("tekken", _cased(_UPPER, _LOWER, _DIGIT), ignore_merges=True, add_bos=True),
-    **_named("granite-embed-multi-97m", _GRANITE_EMBEDDING, ignore_merges=True),
-    **_named("tiny_aya cohere2moe", _GROUPED_DIGITS, rf"{_UNCASED}|{_THREE_DIGITS}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"),
-    **_named(
+    **_make_rules("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O),
+    **_make_rules("tekken", _make_cased_expression(_UPPER, _LOWER, _DIGIT), ignore_merges=True, add_bos=True),
+    **_make_rules("granite-embed-multi-97m", _GRANITE_EMBEDDING, ignore_merges=True),
+    **_make_rules("tiny_aya cohere2moe", _GROUPED_DIGITS, rf"{_UNCASED}|{_THREE_DIGITS}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"),
+    **_make_rules(
         "youtu",
         "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|"
         + _KANA,
         rf"{_UNCASED}|{_DIGIT}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}",
         ignore_merges=True,
     ),
-    **_named(
+    **_make_rules(
         "deepseek-llm",
         "[\r\n]",
         rf"\s?{_DEEPSEEK_LLM_LETTERS}+",
@@ -190,13 +192,13 @@ _SPLITS: dict[str, SplitRule] = {
         _DEEPSEEK_HAN,
         _DIGITS,
     ),
-    **_named("deepseek-coder", "[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_HAN, _DIGIT),
-    **_named("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _THREE_DIGITS, _KANA, _DEEPSEEK),
-    **_named("spark2_5", _THREE_DIGITS, _KANA, rf"{_DEEPSEEK_BEGIN}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", _DIGIT),
-    **_named("falcon", r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
-    **_named("poro-chat bloom gpt3-finnish", _BLOOM),
-    **_named("viking", _BLOOM, _DIGIT),
-    **_named(
+    **_make_rules("deepseek-coder", "[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_HAN, _DIGIT),
+    **_make_rules("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _THREE_DIGITS, _KANA, _DEEPSEEK),
+    **_make_rules("spark2_5", _THREE_DIGITS, _KANA, rf"{_DEEPSEEK_BEGIN}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", _DIGIT),
+    **_make_rules("falcon", r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    **_make_rules("poro-chat bloom gpt3-finnish", _BLOOM),
+    **_make_rules("viking", _BLOOM, _DIGIT),
+    **_make_rules(
         "chameleon",
         "<sentinel:[0-9]+>",
         "IMGIMG[A-I]{1,4}Z",
@@ -206,15 +208,15 @@ _SPLITS: dict[str, SplitRule] = {
         _GPT2,
         add_bos=True,
     ),
-    **_named("kimi-k2", _KIMI),
-    **_named("superbpe", _DIGITS, "(?=(?:[0-9]{3})+(?![0-9]))"),
-    **_named(
+    **_make_rules("kimi-k2", _KIMI),
+    **_make_rules("superbpe", _DIGITS, "(?=(?:[0-9]{3})+(?![0-9]))"),
+    **_make_rules(
         "afmoe",
         _GROUPED_DIGITS,
         "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
         _DEEPSEEK,
     ),
-    **_named("gemma4 granite-embed-multi-311m sarvam-moe", _NEWLINES, in_bytes=False, escapes_blanks=True),
+    **_make_rules("gemma4 granite-embed-multi-311m sarvam-moe", _NEWLINES, in_bytes=False, escapes_blanks=True),
 }
 # Every name that llama.cpp knows for a byte-pair vocabulary, except `whitespace`, which has a tokenizer kind of its own.
 NAMES = tuple(sorted(_SPLITS))

@@ -119,7 +119,7 @@ def find_start_record(spec: str, settings: tuple[object, ...], cache_dir: Path) 
         if not gguf.is_gguf(path) and not (path / "config.json").is_file():
             return None
         file = gguf.read(path) if path.is_file() else ModelFolder(path)
-        key = [RECORD_FORMAT, _TRANSFORMERS, _describe_processor(), digest_code(), file.fingerprint(), list(map(str, settings))]
+        key = [RECORD_FORMAT, _TRANSFORMERS, _describe_processor(), digest_code(), file.identify_files(), list(map(str, settings))]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         return StartRecord(cache_dir / "starts" / f"{name}.json", file)
     return None
@@ -241,7 +241,7 @@ def _make_cached_folder(file: _Model, derive: Callable[[_Model, Path], None], ca
 
 
 def _describe_origin(file: Gguf | ModelFolder) -> dict[str, Any]:
-    return {"format": FOLDER_FORMAT, "transformers": _TRANSFORMERS, **file.fingerprint()}
+    return {"format": FOLDER_FORMAT, "transformers": _TRANSFORMERS, **file.identify_files()}
 
 
 def _write_manifest(folder: Path, file: Gguf | ModelFolder) -> None:

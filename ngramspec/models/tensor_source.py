@@ -71,18 +71,18 @@ class StoredTensor(ABC):
         return row_bytes(self.kind, self.shape[-1])
 
     @abstractmethod
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         """Read rows first to end, [end - first, row_bytes] uint8. Raises ModelNotFoundError if the file ends before them."""
 
-    def values(self, first: int, end: int) -> np.ndarray:
+    def read_values(self, first: int, end: int) -> np.ndarray:
         """Read the same rows dequantised, [end - first, K] float32."""
-        return dequantise(self.kind, self.rows(first, end))
+        return dequantise(self.kind, self.read_rows(first, end))
 
     def float32(self) -> np.ndarray:
-        """Read the whole parameter in its shape, bit for bit as `gguf.quants.dequantize` does. Raises as `rows` does."""
+        """Read the whole parameter in its shape, bit for bit as `gguf.quants.dequantize` does. Raises as `read_rows` does."""
         whole = np.empty((self.n_rows, self.shape[-1]), np.float32)
-        for first, end in chunks(self):
-            whole[first:end] = self.values(first, end)
+        for first, end in iterate_row_ranges(self):
+            whole[first:end] = self.read_values(first, end)
         return whole.reshape(self.shape)
 
 
@@ -98,7 +98,7 @@ class FileTensor(StoredTensor):
     n_halved: int = 0
     """If there is a number, it is the other way round, for this many first rows of every head: the file has 0, 2, … and then 1, 3, …"""
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         assert 0 <= first <= end <= self.n_rows
         if not self.interleaved or first == end:
             return self._read(first, end)
@@ -123,19 +123,19 @@ class ComputedTensor(StoredTensor):
     compute: Callable[[np.ndarray], np.ndarray]
     """Computes the parameter from what the file holds, float32 both."""
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         whole = np.ascontiguousarray(self.compute(self.stored.float32()), np.float32)
         return whole.reshape(self.n_rows, self.shape[-1])[first:end].view(np.uint8)
 
     def float32(self) -> np.ndarray:
-        return self.rows(0, self.n_rows).view(np.float32).reshape(self.shape)
+        return self.read_rows(0, self.n_rows).view(np.float32).reshape(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroTensor(StoredTensor):
     """A bias that the file lacks."""
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         return np.zeros((end - first, self.row_bytes), np.uint8)
 
 
@@ -145,7 +145,7 @@ class NumberTensor(StoredTensor):
 
     number: float
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         return self.float32().reshape(1, 1)[first:end].view(np.uint8)
 
     def float32(self) -> np.ndarray:
@@ -162,7 +162,7 @@ class RepeatedTensor(StoredTensor):
     stored: StoredTensor
     times: int
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         n, rows = (self.shape[0] - self.stored.shape[0]) // (2 * (self.times - 1)), np.arange(first, end)
         part = np.minimum(rows // (n * self.times), 2)
         within = rows - part * n * self.times
@@ -181,7 +181,7 @@ class DividedTensor(StoredTensor):
     parts: RowParts
     """First row and end within a group. The first part of all groups comes before the second."""
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         groups = np.arange(self.n_groups)[:, None] * (self.stored.n_rows // self.n_groups)
         return read_in_order(self.stored, np.concatenate([(groups + np.arange(*part)).ravel() for part in self.parts])[first:end])
 
@@ -194,7 +194,7 @@ def count_divided_rows(n_groups: int, parts: RowParts) -> int:
 def read_in_order(stored: StoredTensor, order: np.ndarray) -> np.ndarray:
     """Read the rows `order` [n] of a tensor, [n, row_bytes] uint8: those that follow each other in the file at once."""
     runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
-    return np.concatenate([stored.rows(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)] or [stored.rows(0, 0)])
+    return np.concatenate([stored.read_rows(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)] or [stored.read_rows(0, 0)])
 
 
 def drop_repeats(stored: StoredTensor) -> StoredTensor:
@@ -212,12 +212,12 @@ class Q8Tensor(StoredTensor):
 
     stored: StoredTensor
 
-    def rows(self, first: int, end: int) -> np.ndarray:
+    def read_rows(self, first: int, end: int) -> np.ndarray:
         from ngramspec.models.q8_blocks import quantise_rows  # imports numba
 
         if self.stored.kind == "BF16":
-            return quantise_rows("BF16", self.stored.rows(first, end))
-        return quantise_rows("F32", self.stored.values(first, end).view(np.uint8))
+            return quantise_rows("BF16", self.stored.read_rows(first, end))
+        return quantise_rows("F32", self.stored.read_values(first, end).view(np.uint8))
 
 
 class _MissingTensorError(UnsupportedModelError, KeyError):
@@ -255,12 +255,12 @@ def to_q8_source(source: TensorSource) -> TensorSource:
     """
     block = KINDS["Q8_0"][0]
 
-    def of(name: str, stored: StoredTensor) -> StoredTensor:
+    def quantise(name: str, stored: StoredTensor) -> StoredTensor:
         plain = KINDS[stored.kind][0] == 1 and len(stored.shape) > 1 and stored.shape[-1] % block == 0
         plain = plain and not name.endswith((*_ROUTERS, "bias")) and not (len(stored.shape) == 3 and f"{name}_bias" in source)
         return Q8Tensor(kind="Q8_0", shape=stored.shape, stored=stored) if plain else stored
 
-    return TensorSource({name: of(name, stored) for name, stored in source.items()}, source.n_bytes)
+    return TensorSource({name: quantise(name, stored) for name, stored in source.items()}, source.n_bytes)
 
 
 def row_bytes(kind: str, n: int) -> int:
@@ -269,7 +269,7 @@ def row_bytes(kind: str, n: int) -> int:
     return n // per_block * n_bytes
 
 
-def chunks(stored: StoredTensor) -> Iterator[tuple[int, int]]:
+def iterate_row_ranges(stored: StoredTensor) -> Iterator[tuple[int, int]]:
     """Yield ranges of rows that cover a parameter, of about CHUNK weights each."""
     step = stored.n_rows if isinstance(stored, ComputedTensor) else max(1, CHUNK // stored.shape[-1])
     for first in range(0, stored.n_rows, step):

@@ -133,14 +133,14 @@ def end_token_ids_of(gguf: Gguf, tokens: list[str] | None = None) -> set[int]:
     `tokens`: the vocabulary, if it has been read. llama.cpp's ids for files that state no end of sequence at all (11 in a byte-pair
     vocabulary) are left out: they are Falcon's.
     """
-    tokens = _tokens(gguf) if tokens is None else tokens
+    tokens = _read_tokens(gguf) if tokens is None else tokens
 
-    def stated(names: Iterable[str]) -> dict[str, int]:
+    def read_stated_ids(names: Iterable[str]) -> dict[str, int]:
         found = {name: gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names}
         return {name: number for name, number in found.items() if isinstance(number, int) and 0 <= number < len(tokens)}
 
     ids = {token: number for number, token in enumerate(tokens)}
-    return end_token_ids(ids, stated(("eos", "eot", "eom")).values(), stated(FIM_END_NAMES))
+    return end_token_ids(ids, read_stated_ids(("eos", "eot", "eom")).values(), read_stated_ids(FIM_END_NAMES))
 
 
 def added_tokens(gguf: Gguf, tokens: list[str]) -> list[AddedToken]:
@@ -169,10 +169,10 @@ def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
 
     Raises TokenizerError for an unknown `tokenizer.ggml.pre`, or for merges that do not fit the vocabulary.
     """
-    tokens, metadata = _tokens(gguf), gguf.metadata
+    tokens, metadata = _read_tokens(gguf), gguf.metadata
     split = split_of("gemma4" if metadata.get("tokenizer.ggml.model") == "gemma4" else metadata.get("tokenizer.ggml.pre"))
     ids = {token: number for number, token in enumerate(tokens)}
-    merges = [_halves(merge) for merge in _strings(gguf, "tokenizer.ggml.merges")]
+    merges = [_split_merge(merge) for merge in _read_strings(gguf, "tokenizer.ggml.merges")]
     try:
         model = BPE(ids, merges, ignore_merges=split.ignore_merges, byte_fallback=not split.in_bytes)
     except Exception as error:  # the library raises nothing more particular
@@ -192,10 +192,10 @@ def sentence_piece_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
     Two pieces become one if that is a token, of all pairs first the one with the highest score. SentencePiece's first blank is put where
     llama.cpp puts it: before every text between control tokens, whether it begins with a blank or not. Raises TokenizerError.
     """
-    tokens = _tokens(gguf)
+    tokens = _read_tokens(gguf)
     ids = {token: number for number, token in enumerate(tokens)}
     merges = read_array(gguf, "tokenizer.ggml.merges")
-    pairs = [_halves(merge) for merge in merges] if merges else _order_merges(gguf, tokens, ids)
+    pairs = [_split_merge(merge) for merge in merges] if merges else _order_merges(gguf, tokens, ids)
     unknown = gguf.metadata.get("tokenizer.ggml.unknown_token_id")
     unknown = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
     try:
@@ -258,18 +258,18 @@ def _make_fast(backend: Tokenizer, gguf: Gguf, tokens: list[str], add_bos: bool)
     )
 
 
-def _tokens(gguf: Gguf) -> list[str]:
-    return _strings(gguf, "tokenizer.ggml.tokens")
+def _read_tokens(gguf: Gguf) -> list[str]:
+    return _read_strings(gguf, "tokenizer.ggml.tokens")
 
 
-def _strings(gguf: Gguf, key: str) -> list[str]:
+def _read_strings(gguf: Gguf, key: str) -> list[str]:
     values = read_array(gguf, key)
     if not values or not isinstance(values[0], str):
         raise TokenizerError(f"{gguf.path}: {key} must be an array of strings")
     return values
 
 
-def _halves(merge: str) -> tuple[str, str]:
+def _split_merge(merge: str) -> tuple[str, str]:
     """Split a merge at the blank between its two parts; the first part may itself be a blank."""
     at = merge.find(" ", 1)
     return merge[:at], merge[at + 1 :]

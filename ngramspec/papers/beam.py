@@ -129,7 +129,7 @@ class BeamSearch:
         if missing > self.runner.max_rows:  # only the prompt can be that long
             beam = self.beams[0]
             piece = pack([self._make_span(beam, self.runner.max_rows, logits=0)], self.runner.pool, self.runner.rows_per_item)
-            self.runner.forward(piece).logits(0, 0)  # waits until the next pass may be staged
+            self.runner.forward(piece).get_logits(0, 0)  # waits until the next pass may be staged
             beam.computed += self.runner.max_rows
             self._register(beam)
             return True
@@ -228,7 +228,7 @@ class BeamSearch:
             if h.row not in known:
                 constraint = self._advance_grammar(h)
                 mask = None if constraint is None else constraint.mask()
-                known[h.row] = find_continuations(output.logits(h.row, h.row + 1)[0], self._top, mask)
+                known[h.row] = find_continuations(output.get_logits(h.row, h.row + 1)[0], self._top, mask)
             return known[h.row]
 
         def extend_hypothesis(h: _Hypothesis, token: int, score: float) -> _Hypothesis:

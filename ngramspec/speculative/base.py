@@ -147,7 +147,7 @@ def make_pass_topk(sequences: list[tuple[int, int, int]], batch: Batch, output: 
     if not sequences:
         return None
     n = len(batch.logits_rows)
-    tokens, logits = output.candidates(0, n) or find_topk(output.logits(0, n))
+    tokens, logits = output.get_topk(0, n) or find_topk(output.get_logits(0, n))
     return PassTopK(np.array(sequences, np.int64), batch, tokens, logits)
 
 

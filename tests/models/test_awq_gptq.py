@@ -28,7 +28,7 @@ def test_weights_are_what_the_layout_says(tmp_path: Path, layout: str) -> None:
         assert (stored.kind, stored.shape) == (kinds.get(layout, "Q5_0"), weight.shape)
         assert np.array_equal(stored.float32(), weight), name
         for first, end in ((0, 1), (3, 11), (len(weight) - 5, len(weight))):
-            assert np.array_equal(stored.values(first, end), weight[first:end])
+            assert np.array_equal(stored.read_values(first, end), weight[first:end])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

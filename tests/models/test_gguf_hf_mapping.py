@@ -66,7 +66,7 @@ def test_every_parameter_is_transformers_own(opened: Callable[..., OpenModel], t
         if parameter.dim() == 2:
             assert stored.kind == kind, "nothing is computed for the sake of names"
             first, end = parameter.shape[0] // 3, parameter.shape[0] // 3 + 5
-            rows = stored.rows(first, end)
+            rows = stored.read_rows(first, end)
             assert rows.shape == (5, stored.row_bytes)
             assert np.array_equal(dequantise(kind, rows), whole[first:end])
     assert mine.source.n_bytes == sum(t.n_bytes for t in reference.GGUFReader(tmp_path / "model.gguf").tensors)
@@ -209,7 +209,7 @@ def test_a_file_that_shrinks_is_told(opened: Callable[..., OpenModel], tmp_path:
     assert isinstance(stored, FileTensor)
     os.truncate(tmp_path / "model.gguf", stored.offset + 10)
     with pytest.raises(ModelNotFoundError, match=f"ends at byte {stored.offset + 10}"):
-        stored.rows(0, 1)
+        stored.read_rows(0, 1)
 
 
 def test_metadata_with_flipped_bits_is_refused_or_opened(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_gpt2_is_transposed_on_demand(tmp_path: Path) -> None:
     wanted = dict(from_transformers(tmp_path / "gpt2.gguf").named_parameters())
     assert all(torch.equal(torch.from_numpy(mine.source[name].float32()), parameter) for name, parameter in wanted.items())
     stored = mine.source["transformer.h.1.mlp.c_fc.weight"]
-    assert np.array_equal(stored.rows(3, 5).view(np.float32), stored.float32()[3:5])
+    assert np.array_equal(stored.read_rows(3, 5).view(np.float32), stored.float32()[3:5])
 
 
 def test_experts_without_their_size_are_refused(tmp_path: Path) -> None:

@@ -431,7 +431,7 @@ def test_no_start_asks_transformers_of_the_file_or_the_package_gguf(path: Path, 
         from ngramspec.models.loader import open_model
         for _ in range(2):
             opened = open_model({str(path)!r}, cache_dir=Path({str(tmp_path / "cache")!r}))
-            opened.source["model.layers.0.self_attn.q_proj.weight"].rows(0, 16)
+            opened.source["model.layers.0.self_attn.q_proj.weight"].read_rows(0, 16)
         unwanted = {{"gguf", "transformers.modeling_gguf_pytorch_utils"}}
         print(sorted(unwanted & sys.modules.keys()))
     """

@@ -81,7 +81,7 @@ def test_a_folders_rows_are_read_from_its_files(tmp_path: Path, dtype: torch.dty
         stored = opened.source[name]
         assert stored.kind == {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
         assert torch.equal(torch.from_numpy(stored.float32()), parameter.float())
-        last = torch.from_numpy(stored.rows(stored.n_rows - 1, stored.n_rows)).view(dtype)
+        last = torch.from_numpy(stored.read_rows(stored.n_rows - 1, stored.n_rows)).view(dtype)
         assert torch.equal(last[0], parameter.reshape(stored.n_rows, -1)[-1])
 
 
@@ -124,7 +124,7 @@ def test_a_file_that_shrinks_is_told(tmp_path: Path) -> None:
     source = open_model(str(tmp_path)).source
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match=r"model.safetensors ends at byte"):
-        source["lm_head.weight"].rows(0, 1)
+        source["lm_head.weight"].read_rows(0, 1)
 
 
 def test_rows_are_read_by_several_threads(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_quantised_while_reading(tmp_path: Path, dtype: torch.dtype) -> None:
         assert isinstance(stored, Q8Tensor)
         assert stored.kind == "Q8_0"
         wanted = gguf.quants.quantize(parameter.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
-        assert np.array_equal(stored.rows(0, stored.n_rows), wanted)
-        assert np.array_equal(stored.rows(5, 9), wanted[5:9])
+        assert np.array_equal(stored.read_rows(0, stored.n_rows), wanted)
+        assert np.array_equal(stored.read_rows(5, 9), wanted[5:9])
         assert np.array_equal(stored.float32(), gguf.quants.dequantize(wanted, gguf.GGMLQuantizationType.Q8_0))
 
 
@@ -202,7 +202,7 @@ def test_random_weights_are_there_already(tmp_path: Path) -> None:
 def test_computed_parameters() -> None:
     stored = MemoryTensor(kind="F32", shape=(3, 4), tensor=torch.arange(12.0).reshape(3, 4))
     turned = ComputedTensor(kind="F32", shape=(4, 3), stored=stored, compute=lambda x: x.T)
-    assert turned.rows(1, 3).view(np.float32).tolist() == [[1, 5, 9], [2, 6, 10]]
+    assert turned.read_rows(1, 3).view(np.float32).tolist() == [[1, 5, 9], [2, 6, 10]]
     assert turned.float32().tolist() == stored.float32().T.tolist()
 
 

@@ -112,13 +112,13 @@ def make_pair_buffers(layers: list[Experts], n_rows: int, width: int, n_layers: 
     pairs = n * most_k
     plain = any(m.fields[INT8] == 0 for each in layers for m in each.matrices[:DOWN])
 
-    def zeros(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
+    def allocate(*shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
         return np.zeros(shape, dtype)
 
     return PairBuffers(
-        zeros(n, outputs), zeros(n_layers, n, most_k, dtype=np.int32), zeros(n, most_k + 1), zeros(pairs if plain else 0, width),
-        *make_code_buffers(pairs, width), zeros(pairs, 2, inner), zeros(pairs, inner), *make_code_buffers(pairs, inner),
-        zeros(pairs, -(-width // WIDTH) * WIDTH),
+        allocate(n, outputs), allocate(n_layers, n, most_k, dtype=np.int32), allocate(n, most_k + 1),
+        allocate(pairs if plain else 0, width), *make_code_buffers(pairs, width), allocate(pairs, 2, inner), allocate(pairs, inner),
+        *make_code_buffers(pairs, inner), allocate(pairs, -(-width // WIDTH) * WIDTH),
     )  # fmt: skip
 
 

@@ -31,14 +31,14 @@ class RMSNorm(nn.Module):
         self.weight = (weight + offset if offset else weight).detach().contiguous()
         self.eps, self.offset = np.float32(eps), offset
 
-    def rows(self, x: np.ndarray) -> np.ndarray:
+    def compute_rows(self, x: np.ndarray) -> np.ndarray:
         """Compute the norm of rows [T, N]."""
         out = np.empty_like(x)
         norm_rows(x, self.weight.numpy(), self.eps, out)
         return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy())).view(x.shape)
+        return torch.from_numpy(self.compute_rows(x.reshape(-1, x.shape[-1]).contiguous().numpy())).view(x.shape)
 
 
 class GatedMLP(nn.Module):
@@ -57,7 +57,7 @@ class GatedMLP(nn.Module):
         self.factors = factors
         self.product, self.down, self.activation, self.names = product, down, activation, names
 
-    def rows(self, x: np.ndarray, threads: int) -> np.ndarray:
+    def compute_rows(self, x: np.ndarray, threads: int) -> np.ndarray:
         """Compute the MLP of rows [T, N]."""
         both, n = self.product.multiply(x, threads), self.down.in_features
         at = int(self.product.columns[1]) if len(self.product.sizes) > 1 else n
@@ -70,7 +70,7 @@ class GatedMLP(nn.Module):
         return self.down.product.multiply(mid, threads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())
+        y = self.compute_rows(x.reshape(-1, x.shape[-1]).contiguous().numpy(), get_num_threads())
         return torch.from_numpy(y)[:, : self.down.out_features].reshape(x.shape)
 
 

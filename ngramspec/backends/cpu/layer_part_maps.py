@@ -29,7 +29,7 @@ _CORRECTIONS = ("expert_bias", CORRECTION)  # names of what a block adds to its 
 # ------------------------------------------------------------------ experts
 
 
-def map_experts(block: nn.Module, path: str, names: NameModule) -> ExpertsMap | None:
+def map_experts(block: nn.Module, path: str, name_matrix: NameModule) -> ExpertsMap | None:
     """Map a router and experts at a path, and what a shared expert needs besides its MLP; None for another kind of module."""
     parts = {name: child for name, child in block.named_children() if not isinstance(child, nn.Identity)}
     beside = next((each for name in (SHARED_EXPERTS, BESIDE_EXPERTS) if (each := parts.pop(name, None)) is not None), None)
@@ -43,7 +43,7 @@ def map_experts(block: nn.Module, path: str, names: NameModule) -> ExpertsMap | 
     if router.parts.correction:
         correction = f"{path}.{router_name}.{router.parts.correction}"
     return ExpertsMap(
-        weights=experts.weights, router=(f"{path}.{router_name}.{router.parts.weight}", names(f"{path}.{router_name}").bias),
+        weights=experts.weights, router=(f"{path}.{router_name}.{router.parts.weight}", name_matrix(f"{path}.{router_name}").bias),
         top_k=int(router.options[moe.TOP_K]), scoring=int(router.options[moe.SCORING]), scale=router.scale,
         normalise=bool(router.options[moe.NORMALISE]),
         shared=moe.SHARED_FULLY if beside is not None else moe.SHARED_BY_GATE if shared is not None else moe.NO_SHARED,
@@ -65,7 +65,7 @@ def read_latent_options(attention: Any) -> LatentOptions | None:
 
 
 def map_latent_layer(
-    layer: Any, path: str, names: NameModule, inside: list[MatrixName] | None, experts: ExpertsMap | None,
+    layer: Any, path: str, name_matrix: NameModule, inside: list[MatrixName] | None, experts: ExpertsMap | None,
     norms: tuple[Any, Any], rotary: int,
 ) -> LayerWeightMap | None:  # fmt: skip
     """Return the map of a layer with latent attention at a path; None for one of another form.
@@ -84,13 +84,13 @@ def map_latent_layer(
     if {name for name, _ in attention.named_children()} != {*linear, *of_norms, BOTH}:
         return None
     latent = LatentNames(
-        names(f"{at}.q_b_proj") if attention.q_lora_rank else None, f"{at}.{KEYS}.weight",
+        name_matrix(f"{at}.q_b_proj") if attention.q_lora_rank else None, f"{at}.{KEYS}.weight",
         f"{at}.q_a_layernorm.weight" if attention.q_lora_rank else None, f"{at}.kv_a_layernorm.weight",
     )  # fmt: skip
-    mixer = [*(names(f"{at}.{name}") for name in (of_queries[0], "kv_a_proj_with_mqa")), MatrixName(f"{at}.{VALUES}.weight")]
+    mixer = [*(name_matrix(f"{at}.{name}") for name in (of_queries[0], "kv_a_proj_with_mqa")), MatrixName(f"{at}.{VALUES}.weight")]
     return LayerWeightMap(
-        matrices=[*mixer, names(f"{at}.o_proj"), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]], head_norms=None,
-        window=0, rotary=rotary, experts=experts, latent=latent,
+        matrices=[*mixer, name_matrix(f"{at}.o_proj"), *inside], norms=[name_matrix(f"{path}.{name}")[0] for name in norms[0]],
+        head_norms=None, window=0, rotary=rotary, experts=experts, latent=latent,
     )  # fmt: skip
 
 
@@ -115,19 +115,19 @@ def read_mamba_options(mixer: Any) -> MambaOptions | None:
     return MambaOptions(*sizes, float(least), float(most), normed, *factors)
 
 
-def map_mamba(mixer: Any, at: str, names: NameModule) -> list[MatrixName] | None:
+def map_mamba(mixer: Any, at: str, name_matrix: NameModule) -> list[MatrixName] | None:
     """Return the names of the matrices of Mamba-2 at a path; None for another recurrence, or if one does not begin with a panel."""
     options, inputs, output = read_mamba_options(mixer), getattr(mixer, "in_proj", None), getattr(mixer, "out_proj", None)
     if options is None or not isinstance(inputs, CpuPackedLinear) or not isinstance(output, CpuPackedLinear):
         return None
     sizes = options.n_inner, options.n_channels, options.n_heads
-    if inputs.out_features != sum(sizes) or (divided := divide_rows(names(f"{at}.in_proj"), sizes)) is None:
+    if inputs.out_features != sum(sizes) or (divided := divide_rows(name_matrix(f"{at}.in_proj"), sizes)) is None:
         return None
-    return [*divided, names(f"{at}.out_proj")]
+    return [*divided, name_matrix(f"{at}.out_proj")]
 
 
-def name_mamba(at: str, names: NameModule, mixer: Any) -> MambaNames:
-    conv, norm = names(f"{at}.conv1d"), None if isinstance(mixer.norm, nn.Identity) else f"{at}.norm.weight"
+def name_mamba(at: str, name_matrix: NameModule, mixer: Any) -> MambaNames:
+    conv, norm = name_matrix(f"{at}.conv1d"), None if isinstance(mixer.norm, nn.Identity) else f"{at}.norm.weight"
     return MambaNames(conv[0], conv[1], f"{at}.A_log", f"{at}.dt_bias", f"{at}.D", norm)
 
 

@@ -314,7 +314,7 @@ class LlamaDecoder:
                 inputs = max(inputs, -(-self.hidden // WIDTH))
             dense = [each.mlp[0].weight.n_panels for each in self.layers if each.mlp]
 
-            def zeros(*shape: int) -> np.ndarray:
+            def allocate(*shape: int) -> np.ndarray:
                 return np.zeros((n, *shape), np.float32)
 
             inner_size = self.options.mamba.n_inner if self.options.mamba else 0
@@ -322,16 +322,17 @@ class LlamaDecoder:
             wide, mixed = _round_up(self.hidden), _round_up(max(n_heads * (latent.value_dim if latent else head_dim), inner_size), to)
             inner = max(max(dense, default=0) * WIDTH, self._n_inputs)
             codes = max(wide, mixed, latent.query_rank if latent else 0)
-            out = zeros(mixed)
-            heads = zeros(n_heads, 0) if latent else out.reshape(n, -1, head_dim)  # latent attention has its own
+            out = allocate(mixed)
+            heads = allocate(n_heads, 0) if latent else out.reshape(n, -1, head_dim)  # latent attention has its own
             layers_of_experts = [each.experts for each in self.layers if each.experts]
-            gates = zeros(n_heads * head_dim) if self.options.gated else _NOTHING
-            beside = zeros(-(-self.hidden // WIDTH) * WIDTH) if self.options.beside else _NOTHING
-            layer_inputs = zeros(self._n_inputs * len(self.layers) + DEPTH) if self._n_inputs else _NOTHING
+            gates = allocate(n_heads * head_dim) if self.options.gated else _NOTHING
+            beside = allocate(-(-self.hidden // WIDTH) * WIDTH) if self.options.beside else _NOTHING
+            layer_inputs = allocate(self._n_inputs * len(self.layers) + DEPTH) if self._n_inputs else _NOTHING
             work = PassBuffers(
-                zeros(self.hidden), zeros(-(-self.hidden // WIDTH) * WIDTH), zeros(wide), *make_code_buffers(n, codes), gates,
-                layer_inputs, beside, zeros(inputs * WIDTH), zeros(n_heads, head_dim), out, heads, zeros(2, _round_up(inner)),
-                zeros(_round_up(inner)), *make_code_buffers(n, inner), moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)),
+                allocate(self.hidden), allocate(-(-self.hidden // WIDTH) * WIDTH), allocate(wide), *make_code_buffers(n, codes), gates,
+                layer_inputs, beside, allocate(inputs * WIDTH), allocate(n_heads, head_dim), out, heads, allocate(2, _round_up(inner)),
+                allocate(_round_up(inner)), *make_code_buffers(n, inner),
+                moe.make_pair_buffers(layers_of_experts, n, wide, len(self.layers)),
             )  # fmt: skip
             self._buffers = _Buffers(n, work, make_head_buffers(latent, n_heads, n))
 

@@ -77,17 +77,17 @@ class HostOutput:
     def get_matches(self) -> list[Match | None]:
         return match_batch(self._batch, self._computed.greedy, self._computed.logits)
 
-    def logits(self, first: int, end: int) -> np.ndarray:
+    def get_logits(self, first: int, end: int) -> np.ndarray:
         return self._computed.logits[first:end]
 
-    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def get_topk(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
         known = self._computed
         return (known.tokens[first:end], known.values[first:end]) if known.tokens.shape[1] == KEPT else None
 
-    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+    def get_logprobs(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
         raise NotImplementedError("their sequences are walked by themselves")
 
-    def states(self, rows: np.ndarray) -> np.ndarray:
+    def get_hidden_states(self, rows: np.ndarray) -> np.ndarray:
         assert self._computed.states is not None, "states were not kept"
         return self._computed.states[rows]
 
@@ -284,7 +284,7 @@ class LlamaRunner(Runner):
             logits = []
             for n in (9, 4, 1):
                 batch = pack([Span(slot, tokens[:n], 0, logits=n)], self.pool, self.rows_per_item)
-                logits.append(self._run_layers(batch, 0, 1).logits(0, n).copy())
+                logits.append(self._run_layers(batch, 0, 1).get_logits(0, n).copy())
             return all(np.array_equal(logits[0][: len(some)], some) for some in logits)
         finally:
             self.pool.release(slot)

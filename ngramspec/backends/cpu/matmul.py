@@ -61,7 +61,7 @@ class MatmulContext:
         self._made: list[Matrix] = []
         self._lines: dict[tuple[WeightFormat, bool, bool], int] = {}
 
-    def matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
+    def register_matrix(self, weight: PackedWeight, bias: np.ndarray | None = None) -> Matrix:
         """Register a weight for multiplication; `bias` [N] float32, or [E, N] of one that was packed from [E, N, K]."""
         whole = np.zeros(weight.n_panels * WIDTH, np.float32)
         if bias is not None:
@@ -79,7 +79,7 @@ class MatmulContext:
         """Register rows `first` to `end` of a matrix, whose panels they share: multiples of WIDTH, or the end is the last row's."""
         weight = matrix.weight
         panels = weight.data[first // WIDTH : -(-end // WIDTH)]
-        return self.matrix(PackedWeight(weight.format, end - first, weight.n_in, panels), matrix.bias[first:end])
+        return self.register_matrix(PackedWeight(weight.format, end - first, weight.n_in, panels), matrix.bias[first:end])
 
     def switch(self, int8: bool, *, soon_over: bool = False) -> None:
         """Compute with 8-bit activations from now on, or without them. Copies of matrices' fields must be made again.

@@ -166,12 +166,14 @@ class ModulePatcher:
             whole = np.ascontiguousarray(stored.float32().T)
             weight = pack("F32", whole.shape, lambda a, b: whole[a:b].view(np.uint8), self.context.arena)
         elif self._plain:
-            weight = pack("F32", stored.shape, lambda a, b: np.ascontiguousarray(stored.values(a, b)).view(np.uint8), self.context.arena)
+            weight = pack(
+                "F32", stored.shape, lambda a, b: np.ascontiguousarray(stored.read_values(a, b)).view(np.uint8), self.context.arena
+            )
         elif stored.kind == "F32" and isinstance(stored, MemoryTensor) and _is_bfloat16(stored):
-            weight = pack("BF16", stored.shape, lambda a, b: _take_upper_halves(stored.rows(a, b)), self.context.arena)
+            weight = pack("BF16", stored.shape, lambda a, b: _take_upper_halves(stored.read_rows(a, b)), self.context.arena)
         else:
-            weight = pack(stored.kind, stored.shape, stored.rows, self.context.arena)
-        return self.context.matrix(weight, bias)
+            weight = pack(stored.kind, stored.shape, stored.read_rows, self.context.arena)
+        return self.context.register_matrix(weight, bias)
 
     def _report_progress(self, stored: StoredTensor) -> None:
         self._done += stored.n_rows * stored.row_bytes
@@ -183,7 +185,8 @@ class ModulePatcher:
 def _is_bfloat16(stored: StoredTensor) -> bool:
     """Return whether float32 numbers have only zeros in their lower halves."""
     return not any(
-        (stored.rows(first, min(first + 4096, stored.n_rows)).view(np.uint32) & 0xFFFF).any() for first in range(0, stored.n_rows, 4096)
+        (stored.read_rows(first, min(first + 4096, stored.n_rows)).view(np.uint32) & 0xFFFF).any()
+        for first in range(0, stored.n_rows, 4096)
     )
 
 

@@ -98,7 +98,7 @@ class PackedHead:
         self._embedding, self._kernels = embedding.weight, context.kernels
         self._embedding_scale, self._eps = np.float32(head_map.options.embedding_scale), np.float32(head_map.options.eps)
         stored, offset = source[FC], np.float32(head_map.norm_offset)
-        self._fc = CpuProduct(context, [context.matrix(pack_weight(stored.kind, stored.shape, stored.rows, context.arena))])
+        self._fc = CpuProduct(context, [context.register_matrix(pack_weight(stored.kind, stored.shape, stored.read_rows, context.arena))])
         self._norms = [source[name].float32() + offset for name in (EMBEDDING_NORM, HIDDEN_NORM)]
 
         self.step_ms = min(self._time_step() for _ in range(3))

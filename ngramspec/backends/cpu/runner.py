@@ -190,7 +190,7 @@ class CpuRunner(LlamaRunner):
             if error < tolerance:
                 return
             if self.is_recurrent or decoder_alone:  # modules would have to keep states, or keys and values of all heads
-                raise self.mismatch(error)
+                raise self.make_mismatch_error(error)
             self.decoder, self.weight_map = None, None
         for text, wanted in expected:
             found = self._modules_error(text, wanted)

@@ -131,20 +131,20 @@ class ThreadTeam:
 
 
 @njit(cache=True, nogil=True)
-def _address(state, line):
+def _get_address(state, line):
     return state.ctypes.data + line * state.strides[0]
 
 
 @njit(cache=True, nogil=True)
 def _init_team(state):
-    _init(_address(state, _MUTEX), _address(state, _CONDITION))
+    _init(_get_address(state, _MUTEX), _get_address(state, _CONDITION))
 
 
 @njit(cache=True, nogil=True)
 def _wake_team(state):
-    _lock(_address(state, _MUTEX))
-    _wake(_address(state, _CONDITION))
-    _unlock(_address(state, _MUTEX))
+    _lock(_get_address(state, _MUTEX))
+    _wake(_get_address(state, _CONDITION))
+    _unlock(_get_address(state, _MUTEX))
 
 
 @njit(cache=True, nogil=True)
@@ -190,7 +190,7 @@ def wait_for_pass(state, last):
         if spins < IDLE_SPINS:
             pause()
             continue
-        mutex, condition = _address(state, _MUTEX), _address(state, _CONDITION)
+        mutex, condition = _get_address(state, _MUTEX), _get_address(state, _CONDITION)
         _lock(mutex)
         atomic_add(state, _ASLEEP, 0)  # before looking again: whoever opens a pass looks here afterwards
         while atomic_load(state, _OPENED, 0) == last and not atomic_load(state, _STOPPED, 0):

@@ -82,7 +82,7 @@ def compile_modules(folder: Path) -> None:
 
 def make_tiny_matrix(context: MatmulContext) -> Matrix:
     """Make a matrix of one quant block each way, of zeros."""
-    return context.matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
+    return context.register_matrix(packing.pack("F32", (_SIZE, _SIZE), partial(_make_rows, 4 * _SIZE), context.arena))
 
 
 def run_tiny_pass(kv_dtype: str, folder: Path) -> LlamaDecoder:

@@ -35,7 +35,7 @@ def has_varied_heads(layer: nn.Module) -> bool:
 
 
 def map_varied_layers(
-    model: PreTrainedModel, names: NameModule, source: TensorSource, shapes: Sequence[tuple[int, int]], rotaries: Mapping[str, Rotary]
+    model: PreTrainedModel, name_matrix: NameModule, source: TensorSource, shapes: Sequence[tuple[int, int]], rotaries: Mapping[str, Rotary]
 ) -> list[LayerWeightMap | None]:
     """Return the maps of all layers, None for one of another kind. `shapes`: (n_kv_heads, head_dim) of the keys that each layer uses."""
     base: Any = model.base_model
@@ -45,11 +45,13 @@ def map_varied_layers(
         kind = layer.self_attn.layer_type
         owner, *_ = find_needed_layers(model, i)
         heads = LayerHeads(*shape, rotaries[kind].n_pairs, -1 if owner == i else owner, "v_proj" in dict(layer.self_attn.named_children()))
-        found.append(_map_layer(layer, f"{path}.{i}", names, source, heads, list(rotaries).index(kind)))
+        found.append(_map_layer(layer, f"{path}.{i}", name_matrix, source, heads, list(rotaries).index(kind)))
     return found
 
 
-def _map_layer(layer: Any, path: str, names: NameModule, source: TensorSource, heads: LayerHeads, rotary: int) -> LayerWeightMap | None:
+def _map_layer(
+    layer: Any, path: str, name_matrix: NameModule, source: TensorSource, heads: LayerHeads, rotary: int
+) -> LayerWeightMap | None:
     parts, attn = dict(layer.named_children()), dict(layer.self_attn.named_children())
     projections = [f"{name}_proj" for name in "qkv"[: heads.n_projections]]
     head_norms = ["q_norm", "k_norm" if heads.owner < 0 else "q_norm"]
@@ -82,9 +84,10 @@ def _map_layer(layer: Any, path: str, names: NameModule, source: TensorSource, h
         end = end._replace(experts=(f"{path}.router.scale", *norms, f"{path}.router.per_expert_scale"))
     inside = [f"self_attn.{name}" for name in (*projections, "o_proj")] + [f"mlp.{name}" for name in parts["mlp"].names]
     return LayerWeightMap(
-        matrices=[names(f"{path}.{name}") for name in inside], norms=[weights[name] for name in _NORMS],
-        head_norms=[names(f"{path}.self_attn.{name}")[0] for name in head_norms], window=layer.self_attn.sliding_window or 0, rotary=rotary,
-        experts=experts, post_norms=[weights[name] for name in _POST_NORMS], heads=heads, end=end,
+        matrices=[name_matrix(f"{path}.{name}") for name in inside], norms=[weights[name] for name in _NORMS],
+        head_norms=[name_matrix(f"{path}.self_attn.{name}")[0] for name in head_norms],
+        window=layer.self_attn.sliding_window or 0, rotary=rotary, experts=experts,
+        post_norms=[weights[name] for name in _POST_NORMS], heads=heads, end=end,
     )  # fmt: skip
 
 
@@ -101,7 +104,7 @@ def _map_experts(layer: Any, path: str) -> ExpertsMap | None:
     )  # fmt: skip
 
 
-def read_inputs(model: PreTrainedModel, names: NameModule) -> InputNames | None:
+def read_inputs(model: PreTrainedModel, name_matrix: NameModule) -> InputNames | None:
     """Return the names of what makes tokens' inputs to layers; None if there is nothing of the kind."""
     base: Any = model.base_model
     table, projection, norm = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
@@ -109,5 +112,5 @@ def read_inputs(model: PreTrainedModel, names: NameModule) -> InputNames | None:
         return None
     path = next(path for path, module in model.named_modules() if module is base)
     factors = base.embed_tokens_per_layer.scale, base.per_layer_model_projection_scale, base.per_layer_input_scale
-    table, projection, norm = (names(f"{path}.{name}")[0] for name in (table, projection, norm))
+    table, projection, norm = (name_matrix(f"{path}.{name}")[0] for name in (table, projection, norm))
     return InputNames(table, projection, norm, (float(factors[0]), float(factors[1]), float(factors[2])))

@@ -34,7 +34,7 @@ class Rotary:
     scale: float
     """Factor of cos and sin."""
 
-    def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    def compute_angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return cos and sin [n, D] float32 of n positions from `first` on."""
         turns = np.arange(first, first + n, dtype=np.float32)[:, None] * np.array(self.frequencies, np.float32)
         both = np.concatenate([turns, turns], axis=1)
@@ -121,9 +121,9 @@ class WeightMap:
             return StateShape(n, mamba.n_heads // mamba.n_piece_heads, mamba.n_piece_channels, mamba.n_taps, *heads)
         return conv and StateShape(n, conv.n_channels // conv.n_group_channels, conv.n_group_channels, conv.n_taps)
 
-    def angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    def compute_angles(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return cos and sin [R, n, numbers that are rotated] float32 of n positions from `first` on, for R rotary embeddings."""
-        cos, sin = zip(*(each.angles(first, n) for each in self.rotaries), strict=True)
+        cos, sin = zip(*(each.compute_angles(first, n) for each in self.rotaries), strict=True)
         if self.layers[0].heads is not None:  # what is turned, in as many places as the most of them need
             width = max(each.n_pairs for each in self.rotaries)
             cos, sin = ([np.pad(each[:, :width], ((0, 0), (0, max(0, width - each.shape[1])))) for each in both] for both in (cos, sin))

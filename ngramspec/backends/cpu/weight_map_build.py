@@ -63,7 +63,7 @@ def build_decoder(
     embedding, head = builder.get_matrix(weight_map.embedding, None), builder.get_matrix(*weight_map.head)
     outside = OutsideWeights(embedding, builder.read_norm(weight_map.norm), head, inputs)
     return LlamaDecoder(
-        context, layers, outside, options=weight_map.options, angles=weight_map.angles, query_scales=weight_map.query_scales
+        context, layers, outside, options=weight_map.options, angles=weight_map.compute_angles, query_scales=weight_map.query_scales
     )
 
 
@@ -98,7 +98,7 @@ class _Builder:
         return np.concatenate([weights, self._read(name_bias(name))]) if has_bias else weights
 
     def _pack(self, stored: StoredTensor, bias: np.ndarray | None) -> Matrix:
-        return self._context.matrix(pack(stored.kind, stored.shape, stored.rows, self._context.arena), bias)
+        return self._context.register_matrix(pack(stored.kind, stored.shape, stored.read_rows, self._context.arena), bias)
 
     def _read(self, name: str) -> np.ndarray:
         return self._source[name].float32()

@@ -77,7 +77,7 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
         return None
     paths = {module: path for path, module in model.named_modules(remove_duplicate=False)}
 
-    def names(path: str) -> MatrixName:
+    def name_matrix(path: str) -> MatrixName:
         return MatrixName(f"{path}.weight", f"{path}.bias" if f"{path}.bias" in source else None)
 
     n_kv, head_dim = shapes[0][0], max(head_dim for _, head_dim in shapes)
@@ -86,10 +86,12 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
     types, only_rotary = list(rotaries or ()), NO_ROTARY if _get_rotary(base) is None else 0
     of_layers = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     found = (
-        map_varied_layers(model, names, source, shapes, rotaries)
+        map_varied_layers(model, name_matrix, source, shapes, rotaries)
         if varied and rotaries
         else [
-            _map_layer(layer, paths[layer], names, of_layer, types.index(of_layer) if len(types) > 1 else only_rotary, n_kv * head_dim)
+            _map_layer(
+                layer, paths[layer], name_matrix, of_layer, types.index(of_layer) if len(types) > 1 else only_rotary, n_kv * head_dim
+            )
             for layer, of_layer in zip(layers, of_layers, strict=True)
         ]
     )
@@ -99,10 +101,10 @@ def read_weight_map(model: PreTrainedModel, source: TensorSource, shapes: Sequen
         return None
     tied = embedding.matrix is head.product.matrices[0]
     return WeightMap(
-        layers=[layer for layer in found if layer], embedding=names(paths[embedding])[0],
-        head=names(paths[embedding if tied else head])[:2], norm=names(paths[norm])[0], norm_offset=norms.pop().offset, n_kv=n_kv,
-        rotaries=list(rotaries.values()), options=options, query_scale=_read_query_scale(model),
-        inputs=read_inputs(model, names) if varied else None,
+        layers=[layer for layer in found if layer], embedding=name_matrix(paths[embedding])[0],
+        head=name_matrix(paths[embedding if tied else head])[:2], norm=name_matrix(paths[norm])[0], norm_offset=norms.pop().offset,
+        n_kv=n_kv, rotaries=list(rotaries.values()), options=options, query_scale=_read_query_scale(model),
+        inputs=read_inputs(model, name_matrix) if varied else None,
     )  # fmt: skip
 
 
@@ -153,7 +155,7 @@ def _read_rotaries(module: nn.Module | None, head_dim: int) -> dict[str, Rotary]
         found[kind] = Rotary(frequencies.float().tolist(), float(scale))
         for first in (0, 1000):
             theirs = module(torch.zeros(1, 1, 1), torch.arange(first, first + 24)[None], *([kind] if kind else []))
-            ours = found[kind].angles(first, 24)
+            ours = found[kind].compute_angles(first, 24)
             both = (theirs.real, theirs.imag) if isinstance(theirs, torch.Tensor) else theirs  # DeepSeek-V2 has complex numbers
             for t, o in zip((t[0].float().numpy() for t in both), ours, strict=True):
                 pairs = o[:, : len(frequencies)]  # gpt-oss has one of each, others two in one order or the other
@@ -176,7 +178,7 @@ def _is_interleaved(model: PreTrainedModel, rotaries: dict[str, Rotary], head_di
             return bool(stated)
         head_dim = 2 * len(rotary.frequencies)  # what is turned lies apart
     n, x = len(rotary.frequencies), torch.randn(1, 1, 24, head_dim, generator=torch.Generator().manual_seed(0))
-    cos, sin = (torch.from_numpy(each[:, :n]) for each in rotary.angles(0, 24))
+    cos, sin = (torch.from_numpy(each[:, :n]) for each in rotary.compute_angles(0, 24))
     y, z = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
     side_by_side = torch.cat([torch.stack([y * cos - z * sin, z * cos + y * sin], dim=-1).flatten(-2), x[..., 2 * n :]], dim=-1)
     try:
@@ -241,18 +243,18 @@ def _read_options(model: PreTrainedModel, rotaries: dict[str, Rotary] | None, he
     )  # fmt: skip
 
 
-def _map_layer(layer: nn.Module, path: str, names: NameModule, layer_type: str, rotary: int, kv: int) -> LayerWeightMap | None:
+def _map_layer(layer: nn.Module, path: str, name_matrix: NameModule, layer_type: str, rotary: int, kv: int) -> LayerWeightMap | None:
     """Map the parts of a Llama-style layer at a path; None for another kind of layer.
 
     `rotary`: number of its rotary embedding; `kv`: outputs of all heads of keys.
     """
     if hasattr(layer, _MIXER):
-        return _map_mixer_layer(layer, path, names, kv)
+        return _map_mixer_layer(layer, path, name_matrix, kv)
     children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
     attn: Any = children.get("self_attn")
     recurrence, conv, mamba = (children.pop(name, None) for name in ("linear_attn", "conv", "mamba"))
     mlp = next((name for name in _MLPS if name in children), "")
-    mixed = map_experts(children[mlp], f"{path}.{mlp}", names) if mlp else None
+    mixed = map_experts(children[mlp], f"{path}.{mlp}", name_matrix) if mlp else None
     beside = [name for name in (SHARED_EXPERTS, BESIDE_EXPERTS) if mlp and hasattr(children[mlp], name)]
     shared = beside[0] if beside else "shared_expert"
     dense = f"{mlp}.{shared}" if mixed and mixed.shared else mlp
@@ -263,14 +265,14 @@ def _map_layer(layer: nn.Module, path: str, names: NameModule, layer_type: str, 
     if norms is None or not all(_describe_norm(norm) for norm in of_norms.values()) or (mixed is None and not mlp):
         return None
     if recurrence is not None:
-        return _map_recurrent_layer(layer, path, names, recurrence, dense, mixed, norms)
+        return _map_recurrent_layer(layer, path, name_matrix, recurrence, dense, mixed, norms)
     if conv is not None:
-        return _map_conv_layer(layer, path, names, conv, dense, mixed, norms)
+        return _map_conv_layer(layer, path, name_matrix, conv, dense, mixed, norms)
     if mamba is not None and attn is None:
-        return _map_mamba_layer(layer, path, names, mamba, dense, mixed, norms)
+        return _map_mamba_layer(layer, path, name_matrix, mamba, dense, mixed, norms)
     if hasattr(attn, BOTH):
-        of_mlp = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
-        return map_latent_layer(layer, path, names, of_mlp, mixed, norms, rotary)
+        of_mlp = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", name_matrix)
+        return map_latent_layer(layer, path, name_matrix, of_mlp, mixed, norms, rotary)
     parts = dict(attn.named_children()) if attn is not None else {}
     head_names = next((pair for pair in (*_HEAD_NORMS, _LATE_NORMS) if pair[0] in parts), _HEAD_NORMS[0])
     heads: list[Any] = [parts.pop(name, None) for name in head_names]
@@ -278,7 +280,7 @@ def _map_layer(layer: nn.Module, path: str, names: NameModule, layer_type: str, 
     o = parts.pop(output, None)
     if not isinstance(o, CpuPackedLinear):
         return None
-    attention = _map_projections(parts, f"{path}.self_attn", names, o.in_features, kv)
+    attention = _map_projections(parts, f"{path}.self_attn", name_matrix, o.in_features, kv)
     if parts or attention is None:
         return None
     centred = [each for each in heads if _is_centred(each)]
@@ -299,25 +301,25 @@ def _map_layer(layer: nn.Module, path: str, names: NameModule, layer_type: str, 
     known |= {f"mamba.{name}" for name, _ in mamba.named_parameters()} if mamba is not None else set()
     if {name for name, _ in layer.named_parameters()} - known:
         return None
-    of_mamba = map_mamba(mamba, f"{path}.mamba", names) if mamba is not None else None
-    outputs = names(f"{path}.self_attn.{output}")
+    of_mamba = map_mamba(mamba, f"{path}.mamba", name_matrix) if mamba is not None else None
+    outputs = name_matrix(f"{path}.self_attn.{output}")
     if mamba is not None and (of_mamba is None or mixed is not None or not adds_plainly(layer, [*attention, outputs, *of_mamba[:-1]])):
         return None
     inside: list[MatrixName] | None = []
     if mixed is None or mixed.shared:
-        inside = _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
+        inside = _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", name_matrix)
     if inside is None:
         return None
     return LayerWeightMap(
         matrices=[*attention, outputs, *inside],
-        norms=[names(f"{path}.{name}")[0] for name in norms[0]] if norms[0] else None,
-        head_norms=[names(f"{path}.self_attn.{name}")[0] for name in head_names] if all(heads) else None,
+        norms=[name_matrix(f"{path}.{name}")[0] for name in norms[0]] if norms[0] else None,
+        head_norms=[name_matrix(f"{path}.self_attn.{name}")[0] for name in head_names] if all(heads) else None,
         window=window or 0,
         rotary=rotary if _has_rotary(attn) else NO_ROTARY,
         experts=mixed,
         sinks=f"{path}.self_attn.sinks" if hasattr(attn, "sinks") else None,
-        post_norms=[names(f"{path}.{name}")[0] for name in norms[1]] if norms[1] else None,
-        mamba=name_mamba(f"{path}.mamba", names, mamba) if mamba is not None else None,
+        post_norms=[name_matrix(f"{path}.{name}")[0] for name in norms[1]] if norms[1] else None,
+        mamba=name_mamba(f"{path}.mamba", name_matrix, mamba) if mamba is not None else None,
         beside=of_mamba,
     )
 
@@ -344,17 +346,18 @@ def _read_recurrent_options(mixer: Any, repeats: int) -> RecurrentOptions | None
 
 
 def _map_recurrent_layer(
-    layer: nn.Module, path: str, names: NameModule, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+    layer: nn.Module, path: str, name_matrix: NameModule, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
 ) -> LayerWeightMap | None:
     """Return the map of a layer with Gated DeltaNet in place of attention; `dense`: path of its MLP within the layer."""
-    at, inside = f"{path}.linear_attn", _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
+    at, inside = f"{path}.linear_attn", _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", name_matrix)
     inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj")
     if inside is None or norms[0] is None or not all(isinstance(getattr(mixer, name, None), CpuPackedLinear) for name in inputs):
         return None
     recurrent = RecurrentNames(f"{at}.in_proj_a.weight", f"{at}.conv1d.weight", f"{at}.A_log", f"{at}.dt_bias", f"{at}.norm.weight")
     return LayerWeightMap(
-        matrices=[*(names(f"{at}.{name}") for name in inputs), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
-        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, post_norms=None, recurrent=recurrent,
+        matrices=[*(name_matrix(f"{at}.{name}") for name in inputs), *inside],
+        norms=[name_matrix(f"{path}.{name}")[0] for name in norms[0]], head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed,
+        post_norms=None, recurrent=recurrent,
     )  # fmt: skip
 
 
@@ -366,40 +369,40 @@ def _read_conv_options(conv: Any) -> ShortConvOptions | None:
 
 
 def _map_conv_layer(
-    layer: nn.Module, path: str, names: NameModule, conv: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+    layer: nn.Module, path: str, name_matrix: NameModule, conv: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
 ) -> LayerWeightMap | None:
     """Return the map of a layer with a short convolution in place of attention; `dense`: path of its MLP within the layer."""
-    options, inside = _read_conv_options(conv), [] if mixed else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
+    options, inside = _read_conv_options(conv), [] if mixed else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", name_matrix)
     inputs, output = getattr(conv, "in_proj", None), getattr(conv, "out_proj", None)
     if options is None or inside is None or norms[0] is None or not isinstance(output, CpuPackedLinear):
         return None
     n = options.n_channels
     if not isinstance(inputs, CpuPackedLinear) or inputs.out_features != 3 * n or output.in_features != n:
         return None
-    divided = divide_rows(names(f"{path}.conv.in_proj"), [n] * 3)
+    divided = divide_rows(name_matrix(f"{path}.conv.in_proj"), [n] * 3)
     if divided is None:
         return None
     return LayerWeightMap(
-        matrices=[*divided, names(f"{path}.conv.out_proj"), *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
+        matrices=[*divided, name_matrix(f"{path}.conv.out_proj"), *inside], norms=[name_matrix(f"{path}.{name}")[0] for name in norms[0]],
         head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, short_conv=f"{path}.conv.conv.weight",
     )  # fmt: skip
 
 
 def _map_mamba_layer(
-    layer: nn.Module, path: str, names: NameModule, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
+    layer: nn.Module, path: str, name_matrix: NameModule, mixer: Any, dense: str, mixed: ExpertsMap | None, norms: tuple[Any, Any]
 ) -> LayerWeightMap | None:
     """Return the map of a layer with Mamba-2 in place of attention; `dense`: path of its MLP within the layer."""
-    inside = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", names)
-    matrices = map_mamba(mixer, f"{path}.mamba", names)
+    inside = [] if mixed and not mixed.shared else _map_mlp(layer.get_submodule(dense), f"{path}.{dense}", name_matrix)
+    matrices = map_mamba(mixer, f"{path}.mamba", name_matrix)
     if inside is None or norms[0] is None or matrices is None:
         return None
     return LayerWeightMap(
-        matrices=[*matrices, *inside], norms=[names(f"{path}.{name}")[0] for name in norms[0]],
-        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, mamba=name_mamba(f"{path}.mamba", names, mixer),
+        matrices=[*matrices, *inside], norms=[name_matrix(f"{path}.{name}")[0] for name in norms[0]],
+        head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed, mamba=name_mamba(f"{path}.mamba", name_matrix, mixer),
     )  # fmt: skip
 
 
-def _map_mixer_layer(layer: Any, path: str, names: NameModule, kv: int) -> LayerWeightMap | None:
+def _map_mixer_layer(layer: Any, path: str, name_matrix: NameModule, kv: int) -> LayerWeightMap | None:
     """Return the map of a layer of Nemotron-H: a norm, and Mamba-2, attention without rotary embedding or an MLP."""
     mixer, at = layer.mixer, f"{path}.{_MIXER}"
     if dict(layer.named_children()).keys() != {"norm", _MIXER} or not _describe_norm(layer.norm):
@@ -407,23 +410,23 @@ def _map_mixer_layer(layer: Any, path: str, names: NameModule, kv: int) -> Layer
     matrices: list[MatrixName] | None
     mixed: ExpertsMap | None = None
     if is_mamba(mixer):
-        matrices = map_mamba(mixer, at, names)
+        matrices = map_mamba(mixer, at, name_matrix)
     elif _get_attention(layer) is not None:
         parts = dict(mixer.named_children())
         o = parts.pop("o_proj", None)
-        matrices = _map_projections(parts, at, names, o.in_features, kv) if isinstance(o, CpuPackedLinear) else None
+        matrices = _map_projections(parts, at, name_matrix, o.in_features, kv) if isinstance(o, CpuPackedLinear) else None
         if parts or matrices is None or getattr(mixer.config, "sliding_window", None):
             return None
-        matrices.append(names(f"{at}.o_proj"))
-    elif (mixed := map_experts(mixer, at, names)) is not None:
-        matrices = _map_mlp(getattr(mixer, SHARED_EXPERTS, mixer), f"{at}.{SHARED_EXPERTS}", names)
+        matrices.append(name_matrix(f"{at}.o_proj"))
+    elif (mixed := map_experts(mixer, at, name_matrix)) is not None:
+        matrices = _map_mlp(getattr(mixer, SHARED_EXPERTS, mixer), f"{at}.{SHARED_EXPERTS}", name_matrix)
     else:
-        matrices = _map_mlp(mixer, at, names)
+        matrices = _map_mlp(mixer, at, name_matrix)
     if matrices is None:
         return None
     return LayerWeightMap(
-        matrices=matrices, norms=[names(f"{path}.norm")[0]] * 2, head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed,
-        mamba=name_mamba(at, names, mixer) if is_mamba(mixer) else None,
+        matrices=matrices, norms=[name_matrix(f"{path}.norm")[0]] * 2, head_norms=None, window=0, rotary=NO_ROTARY, experts=mixed,
+        mamba=name_mamba(at, name_matrix, mixer) if is_mamba(mixer) else None,
     )  # fmt: skip
 
 
@@ -449,7 +452,7 @@ def _has_rotary(attn: Any) -> bool:
     return bool(getattr(attn, "use_rope", True)) and not is_global
 
 
-def _map_projections(parts: dict[str, nn.Module], path: str, names: NameModule, mixed: int, kv: int) -> list[MatrixName] | None:
+def _map_projections(parts: dict[str, nn.Module], path: str, name_matrix: NameModule, mixed: int, kv: int) -> list[MatrixName] | None:
     """Map the projections of queries [mixed], keys and values [kv each] among the parts of an attention layer, and take them out.
 
     None if they are of another kind, or lie in one matrix in which they do not begin with a panel.
@@ -457,23 +460,23 @@ def _map_projections(parts: dict[str, nn.Module], path: str, names: NameModule, 
     separate = [parts.pop(f"{name}_proj", None) for name in "qkv"]
     if all(isinstance(p, SharedLinear) for p in separate):
         of_queries = JOINED if isinstance(parts.pop("gate_proj", None), HeadGates) else "q_proj"
-        return [names(f"{path}.{name}") for name in (of_queries, "k_proj", "v_proj")]
+        return [name_matrix(f"{path}.{name}") for name in (of_queries, "k_proj", "v_proj")]
     joined = parts.pop("qkv_proj", None)
     if any(separate) or not isinstance(joined, CpuPackedLinear) or joined.out_features != mixed + 2 * kv:
         return None
-    return divide_rows(names(f"{path}.qkv_proj"), [mixed, kv, kv])
+    return divide_rows(name_matrix(f"{path}.qkv_proj"), [mixed, kv, kv])
 
 
-def _map_mlp(mlp: nn.Module, path: str, names: NameModule) -> list[MatrixName] | None:
+def _map_mlp(mlp: nn.Module, path: str, name_matrix: NameModule) -> list[MatrixName] | None:
     """Map gate, up and down of an MLP; None for another kind of it, or if up does not begin with a panel of its matrix."""
     if isinstance(mlp, fused_ops.PlainMLP):
-        return [names(f"{path}.{name}") for name in mlp.names]
+        return [name_matrix(f"{path}.{name}") for name in mlp.names]
     if not isinstance(mlp, fused_ops.GatedMLP):
         return None
     if len(mlp.product.sizes) == 2:
-        return [names(f"{path}.{name}") for name in mlp.names]
-    both = divide_rows(names(f"{path}.{mlp.names[0]}"), [mlp.down.in_features] * 2)
-    return both and [*both, names(f"{path}.{mlp.names[-1]}")]
+        return [name_matrix(f"{path}.{name}") for name in mlp.names]
+    both = divide_rows(name_matrix(f"{path}.{mlp.names[0]}"), [mlp.down.in_features] * 2)
+    return both and [*both, name_matrix(f"{path}.{mlp.names[-1]}")]
 
 
 def _read_query_scale(model: PreTrainedModel) -> QueryScale | None:

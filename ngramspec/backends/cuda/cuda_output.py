@@ -104,7 +104,7 @@ class CudaOutput:
         sampled = self.sampled
         return [None] * len(self._batch.spans) if sampled is None else match_batch(self._batch, sampled, picked=self._picked)
 
-    def logits(self, first: int, end: int) -> np.ndarray:
+    def get_logits(self, first: int, end: int) -> np.ndarray:
         if first == end and self._logits.is_cuda:
             torch.cuda.synchronize(self._logits.device)
         return self.device_logits(first, end).to("cpu", copy=True).numpy()
@@ -114,14 +114,14 @@ class CudaOutput:
         rows = self._rows
         return self._logits[first:end] if rows is None else self._logits[torch.from_numpy(rows[first:end]).to(self._logits.device)]
 
-    def candidates(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def get_topk(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
         if self._results is None:
             return None
         self._results.wait()
         rows = self._rows[first:end] if self._rows is not None else slice(first, end)
         return self._results.tokens[rows], self._results.values[rows]
 
-    def scores(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
+    def get_logprobs(self, rows: np.ndarray, n: int) -> list[TokenLogprob]:
         results, rows = self._results, rows if self._rows is None else self._rows[rows]
         assert results is not None, "nothing was picked"
         results.wait()
@@ -133,7 +133,7 @@ class CudaOutput:
             )
         ]
 
-    def states(self, rows: np.ndarray) -> np.ndarray:
+    def get_hidden_states(self, rows: np.ndarray) -> np.ndarray:
         raise NotImplementedError("`CudaRunner.keep_states` refuses")
 
     def commit(self, kept: Sequence[Kept]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ngramspec.backends.base import Runner, RunnerOptions, chain, check_supported, has_recurrent_layers, is_out_of_memory
+from ngramspec.backends.base import Runner, RunnerOptions, check_supported, has_recurrent_layers, is_out_of_memory, make_chain_tree
 from ngramspec.backends.cuda import gpu_sampler, kv_move
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.cuda_output import CudaOutput, PassResults, PassTimer
@@ -274,7 +274,7 @@ class CudaRunner(Runner):
             if error < expected.tolerance:
                 log.info("%s: computed by %s", type(self.model).__name__, type(self._decoder).__name__)
                 return
-        raise self.mismatch(error)
+        raise self.make_mismatch_error(error)
 
     def _measure_error(self, expected: ExpectedLogits) -> float:
         """Return how far our logits are from those that are expected."""
@@ -380,7 +380,7 @@ class CudaRunner(Runner):
                 tokens = np.arange(i, i + (bucket.rows + i) // n_seqs, dtype=np.int32) % self.vocab_size
                 slots.append(self.slot_for_tests(len(tokens)))
                 n = max(1, len(tokens) - self.max_nodes)
-                spans.append(Span(slots[-1], tokens[:n], 0, chain(len(tokens) - n), sampler=sampler, n_prompt=n))
+                spans.append(Span(slots[-1], tokens[:n], 0, make_chain_tree(len(tokens) - n), sampler=sampler, n_prompt=n))
             results = []
             for each in (bucket, None) if spans else ():
                 with self._graphs.forced(each):

@@ -136,7 +136,9 @@ def read_packed(stored: StoredTensor, device: str) -> CudaPackedWeight:
     """Read a weight [N, K] in blocks onto a device."""
     n, k = stored.n_rows, stored.shape[-1]
     step = max(1, CHUNK // k)
-    return concatenate_packed([pack(stored.kind, torch.from_numpy(stored.rows(i, min(i + step, n))).to(device)) for i in range(0, n, step)])
+    return concatenate_packed(
+        [pack(stored.kind, torch.from_numpy(stored.read_rows(i, min(i + step, n))).to(device)) for i in range(0, n, step)]
+    )
 
 
 def packed_parts(linears: Sequence[nn.Module]) -> list[CudaPackedWeight] | None:

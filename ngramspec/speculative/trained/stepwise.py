@@ -162,7 +162,7 @@ class Stepwise(ABC):
                 end += span.n_logits
                 chains = drafting[span.slot].chains
                 assert chains is not None
-                chains.grow(output.logits(end - chains.n_rows, end))
+                chains.grow(output.get_logits(end - chains.n_rows, end))
         empty = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
         return [empty if (chains := self._known[seq].chains) is None else chains.candidates for seq in seqs]
 
@@ -186,7 +186,7 @@ class Stepwise(ABC):
                     known.computed, left = first + n, left - n
             if not spans:  # more sequences than rows
                 return
-            self._forward(pack(spans, self._pool, self._rows_per_item)).logits(0, 0)
+            self._forward(pack(spans, self._pool, self._rows_per_item)).get_logits(0, 0)
 
     def _plan_next_level(self, seq: int, known: Known) -> Span | None:
         """Return the rows that the next level of a draft grows from, None if it is deep enough."""

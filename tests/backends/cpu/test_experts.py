@@ -129,7 +129,7 @@ def test_views_of_experts_are_the_same_numbers() -> None:
         flat = values.reshape(-1, 7)
         for first, end in ((0, 1), (3, 8), (4, 15), (14, 15)):
             if end <= len(flat):
-                assert np.array_equal(view.rows(first, end).view(np.float32), flat[first:end])
+                assert np.array_equal(view.read_rows(first, end).view(np.float32), flat[first:end])
 
 
 def test_rows_whose_choice_rounding_changes_are_left_out() -> None:

@@ -376,7 +376,7 @@ def digest() -> str:
     digest = hashlib.sha256()
     for int8 in (True, False):
         products = MatmulContext(int8, folder=cache_dir() / "code")
-        product = CpuProduct(products, [products.matrix(random_weight(kind, 80, 512)) for kind in ("Q4_K", "F16")])
+        product = CpuProduct(products, [products.register_matrix(random_weight(kind, 80, 512)) for kind in ("Q4_K", "F16")])
         digest.update(product.multiply(x, 2).tobytes())
     return f"{get_host_target().dot} {get_host_target().halves} {digest.hexdigest()}"
 

@@ -183,9 +183,9 @@ def test_hidden_states(bind: Bind, expected: Callable[..., Any], precision: str)
         assert runner.pool.reserve(0, 60)
         batch = pack([Span(0, TOKENS, 0)], runner.pool, runner.rows_per_item)
         output = runner.forward(batch)
-        assert output.logits(0, 1).shape == (1, tiny_gguf.VOCAB)
-        seen.append(torch.from_numpy(output.states(np.arange(60))))
-        assert torch.equal(torch.from_numpy(output.states(np.array([3, 59]))), seen[-1][[3, 59]])
+        assert output.get_logits(0, 1).shape == (1, tiny_gguf.VOCAB)
+        seen.append(torch.from_numpy(output.get_hidden_states(np.arange(60))))
+        assert torch.equal(torch.from_numpy(output.get_hidden_states(np.array([3, 59]))), seen[-1][[3, 59]])
         runner.pool.release(0)
     near = 3e-6 if precision == "float32" else 0.02
     assert distance(seen[0], wanted) < near
@@ -193,7 +193,7 @@ def test_hidden_states(bind: Bind, expected: Callable[..., Any], precision: str)
     runner.keep_states(False)
     assert runner.pool.reserve(0, 60)
     with pytest.raises(AssertionError, match="not kept"):
-        runner.forward(pack([Span(0, TOKENS, 0)], runner.pool, runner.rows_per_item)).states(np.arange(1))
+        runner.forward(pack([Span(0, TOKENS, 0)], runner.pool, runner.rows_per_item)).get_hidden_states(np.arange(1))
 
 
 def test_the_first_layers_alone(bind: Bind, expected: Callable[..., Any]) -> None:
@@ -203,7 +203,7 @@ def test_the_first_layers_alone(bind: Bind, expected: Callable[..., Any]) -> Non
         runner.decoder = decoder
         exit_at = runner.early_exit(1)
         assert runner.pool.reserve(0, 60)
-        got = exit_at(pack([Span(0, TOKENS, 0, logits=60)], runner.pool, runner.rows_per_item)).logits(0, 60)
+        got = exit_at(pack([Span(0, TOKENS, 0, logits=60)], runner.pool, runner.rows_per_item)).get_logits(0, 60)
         assert distance(torch.from_numpy(got), wanted) < 3e-6
         runner.pool.release(0)
     for n_layers in (0, 3):
@@ -372,14 +372,14 @@ def test_the_likeliest_tokens_come_out_of_the_pass(bind: Bind, precision: str, t
     def output() -> HostOutput:
         return runner.forward(pack([Span(0, TOKENS, 0, logits=50)], runner.pool, runner.rows_per_item))
 
-    assert output().candidates(0, 50) is None
+    assert output().get_topk(0, 50) is None
     runner.keep_candidates(True)
 
     def check() -> None:
         found = output()
-        greedy, tokens, values = rank_rows(found.logits(0, 50))
+        greedy, tokens, values = rank_rows(found.get_logits(0, 50))
         assert (found._computed.greedy == greedy).all()
-        got = found.candidates(3, 50)
+        got = found.get_topk(3, 50)
         assert got is not None
         assert (got[0] == tokens[3:]).all()
         assert (got[1].view(np.int32) == values[3:].view(np.int32)).all()
@@ -394,4 +394,4 @@ def test_the_likeliest_tokens_come_out_of_the_pass(bind: Bind, precision: str, t
         bias[runner.vocab_size :] = np.inf  # of no token
         check()
     runner.keep_candidates(False)
-    assert output().candidates(0, 50) is None
+    assert output().get_topk(0, 50) is None

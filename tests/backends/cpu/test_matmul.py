@@ -53,7 +53,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> None:
 
 def product_of(products: MatmulContext, kinds: tuple[tuple[str, int], ...], k: int, biased: bool = True) -> CpuProduct:
     return CpuProduct(
-        products, [products.matrix(random_weight(kind, n, k), normal(n, seed=n) if biased and i % 2 == 0 else None)
+        products, [products.register_matrix(random_weight(kind, n, k), normal(n, seed=n) if biased and i % 2 == 0 else None)
                    for i, (kind, n) in enumerate(kinds)],
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_what_was_measured_changes_no_bit(seed: int, products: MatmulContext, mo
 
 
 def test_every_function_is_measured(products: MatmulContext) -> None:
-    products.matrix(random_weight("Q5_K", 16, 256))
+    products.register_matrix(random_weight("Q5_K", 16, 256))
     fmt = QUANTISED["Q5_K"]
     functions = products.kernels.get_row_functions(fmt, products.int8)
     times = measure_kernels(functions, fmt, products.int8, repeat=1)
@@ -171,7 +171,7 @@ def test_modules_over_one_product(products: MatmulContext) -> None:
 
 
 def test_an_embedding_gives_rows(products: MatmulContext) -> None:
-    matrix = products.matrix(random_weight("Q4_K", 50, 256))
+    matrix = products.register_matrix(random_weight("Q4_K", 50, 256))
     ids = torch.tensor([[0, 49, 17], [17, 16, 15]])
     values = torch.from_numpy(reference_values("Q4_K", rows_of_kind("Q4_K", 50, 256)))
     assert torch.equal(CpuPackedEmbedding(products.kernels, matrix, None)(ids), values[ids])

@@ -93,7 +93,7 @@ def decode(texts: list[Text], trees: list[DraftTree | None]) -> list[int]:
     for b, (text, tree, run) in enumerate(zip(texts, trees, output.get_matches(), strict=True)):
         assert run is not None
         n = 1 + (len(tree) if tree else 0)
-        logits = torch.from_numpy(output.logits(first, first + n).copy())
+        logits = torch.from_numpy(output.get_logits(first, first + n).copy())
         tokens, nodes = run
         text.rows += [logits[0], *(logits[1 + node] for node in nodes)]
         kept.append((b, len(text.tokens), len(text.tokens) + nodes))

@@ -32,7 +32,7 @@ def emit_quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, bl
             scale, (first, second) = _emit_quantise_vectors(e, x0, codes0, b.mul(i, LONG(DEPTH)), DEPTH // WIDTH)
             whole = b.add(first, second)
             for k, value in enumerate((scale, whole, first, b.fmul(scale, b.sitofp(whole, FLOAT)))):
-                e.store(value, e.offset(record, 4 * k))
+                e.store(value, e.add_offset(record, 4 * k))
     if supers:
         n_supers = b.lshr(n_blocks, LONG(SUPER_SHIFT))  # none in a row of other weights
         with b.if_then(b.icmp_signed(">", n_supers, LONG(0))), e.loop(n_supers, []) as (s, _, _):
@@ -40,16 +40,16 @@ def emit_quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, bl
             scale, sums = _emit_quantise_vectors(e, x0, super_codes0, b.mul(s, LONG(SUPER * DEPTH)), SUPER * DEPTH // WIDTH)
             e.store(scale, record)
             for k, value in enumerate(sums):
-                e.store(b.trunc(value, HALF), e.offset(record, HALF_SUMS_AT + 2 * k), 2)
+                e.store(b.trunc(value, HALF), e.add_offset(record, HALF_SUMS_AT + 2 * k), 2)
                 if k % 2:
-                    e.store(b.trunc(b.add(sums[k - 1], value), HALF), e.offset(record, BLOCK_SUMS_AT + k - 1), 2)
+                    e.store(b.trunc(b.add(sums[k - 1], value), HALF), e.add_offset(record, BLOCK_SUMS_AT + k - 1), 2)
 
 
 def _emit_quantise_vectors(e: Emitter, x0: Any, codes0: Any, first: Any, n: int) -> tuple[Any, list[Any]]:
     """Quantise n vectors of 16 activations, from activation `first` on, by one scale; return that and each vector's sum of codes."""
     b = e.b
     at = b.add(x0, b.mul(first, LONG(4)))
-    xs = [e.load(e.offset(at, 4 * WIDTH * k), FLOATS, 4) for k in range(n)]
+    xs = [e.load(e.add_offset(at, 4 * WIDTH * k), FLOATS, 4) for k in range(n)]
     most = e.call("llvm.fabs.v16f32", FLOATS, xs[0])
     for x in xs[1:]:
         size = e.call("llvm.fabs.v16f32", FLOATS, x)
@@ -65,7 +65,7 @@ def _emit_quantise_vectors(e: Emitter, x0: Any, codes0: Any, first: Any, n: int)
     for k, x in enumerate(xs):
         moved = b.fadd(b.fmul(x, inverse), ir.Constant(FLOATS, [_ROUND] * WIDTH))
         codes = b.sub(b.bitcast(moved, WORDS), e.splat_words(0x4B400000))
-        e.store(b.trunc(codes, ir.VectorType(BYTE, WIDTH)), e.offset(b.add(codes0, first), WIDTH * k), 1)
+        e.store(b.trunc(codes, ir.VectorType(BYTE, WIDTH)), e.add_offset(b.add(codes0, first), WIDTH * k), 1)
         sums.append(e.call("llvm.vector.reduce.add.v16i32", WORD, codes))
     return b.fdiv(top, FLOAT(127.0)), sums
 
@@ -74,18 +74,18 @@ def emit_exp(e: Emitter, x: Any) -> Any:
     """Emit `sampling.numeric.exp` for 16 numbers at a time, with the same bits."""
     b = e.b
 
-    def constant(value: Any) -> Any:
+    def splat_float(value: Any) -> Any:
         return ir.Constant(FLOATS, [float(value)] * WIDTH)
 
-    x = b.select(b.fcmp_ordered("<", x, constant(numeric.LOW)), constant(numeric.LOW), x)
-    x = b.select(b.fcmp_ordered(">", x, constant(numeric.HIGH)), constant(numeric.HIGH), x)
-    n = e.call("llvm.floor.v16f32", FLOATS, e.fma(x, constant(numeric.LOG2E), constant(0.5)))
+    x = b.select(b.fcmp_ordered("<", x, splat_float(numeric.LOW)), splat_float(numeric.LOW), x)
+    x = b.select(b.fcmp_ordered(">", x, splat_float(numeric.HIGH)), splat_float(numeric.HIGH), x)
+    n = e.call("llvm.floor.v16f32", FLOATS, e.fma(x, splat_float(numeric.LOG2E), splat_float(0.5)))
     minus = b.fneg(n)
-    r = e.fma(minus, constant(numeric.LN2_LO), e.fma(minus, constant(numeric.LN2_HI), x))
-    y = constant(numeric.C7)
+    r = e.fma(minus, splat_float(numeric.LN2_LO), e.fma(minus, splat_float(numeric.LN2_HI), x))
+    y = splat_float(numeric.C7)
     for c in (numeric.C6, numeric.C5, numeric.C4, numeric.C3, numeric.C2):
-        y = e.fma(y, r, constant(c))
-    y = e.fma(y, b.fmul(r, r), b.fadd(r, constant(1.0)))
+        y = e.fma(y, r, splat_float(c))
+    y = e.fma(y, b.fmul(r, r), b.fadd(r, splat_float(1.0)))
     power = b.shl(b.add(b.fptosi(n, WORDS), e.splat_words(127)), e.splat_words(23))
     return b.fmul(y, b.bitcast(power, FLOATS))
 
@@ -116,12 +116,12 @@ def emit_clamped_swiglu(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any],
     b = e.b
     one, high, low, slope = (ir.Constant(FLOATS, [float(np.float32(x))] * WIDTH) for x in (1.0, limit, -limit, alpha))
 
-    def bound(x: Any, by: Any, order: str) -> Any:
+    def clamp_value(x: Any, by: Any, order: str) -> Any:
         return b.select(b.fcmp_ordered(order, x, by), by, x)  # keeps what is not a number
 
     with e.loop(b.mul(n_blocks, LONG(2)), []) as (i, _, _):
         shift = b.mul(i, LONG(4 * WIDTH))
         gate, up = (e.load(b.add(start, shift), FLOATS, 4) for start in (gate0, up0))
-        gate, up = bound(gate, high, ">"), bound(bound(up, high, ">"), low, "<")
+        gate, up = clamp_value(gate, high, ">"), clamp_value(clamp_value(up, high, ">"), low, "<")
         share = b.fdiv(gate, b.fadd(one, emit_exp(e, b.fneg(b.fmul(gate, slope)))))
         e.store(b.fmul(share, b.fadd(up, one)), b.add(y0, shift))

@@ -39,7 +39,7 @@ class Emitter:
     def store(self, value: Any, address: Any, align: int = 4) -> None:
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer())).align = align
 
-    def offset(self, address: Any, distance: Any) -> Any:
+    def add_offset(self, address: Any, distance: Any) -> Any:
         return self.b.add(address, LONG(distance) if isinstance(distance, int) else distance)
 
     def call(self, name: str, kind: Any, *args: Any) -> Any:
@@ -136,10 +136,10 @@ class Emitter:
         """Return a function from a group to its codes (64 bytes as 16 words) in the quant block whose codes lie at this address."""
         planes, at = [], address
         for bits in fmt.planes:
-            planes.append((bits, [self.load(self.offset(at, LINE * v), WORDS, LINE) for v in range(bits)]))
-            at = self.offset(at, LINE * bits)
+            planes.append((bits, [self.load(self.add_offset(at, LINE * v), WORDS, LINE) for v in range(bits)]))
+            at = self.add_offset(at, LINE * bits)
 
-        def group(g: int) -> Any:
+        def emit_group(g: int) -> Any:
             value, low = None, 0
             for bits, vectors in planes:
                 per = 8 // bits
@@ -155,7 +155,7 @@ class Emitter:
                 low += bits
             return self.look_up_values(value, fmt.values, fmt.zero) if fmt.values else value
 
-        return group
+        return emit_group
 
     def look_up_values(self, codes: Any, values: Sequence[int], zero: int) -> Any:
         """Emit values[code] + zero for 64 codes of 4 bits, one per byte."""
@@ -203,7 +203,7 @@ class Emitter:
         for g in range(GROUPS):
             part = g * n_parts // GROUPS
             for row, address in zip(sums, x_at, strict=True):
-                row[part] = self.emit_dot(row[part], code(g), self.load(self.offset(address, 4 * g), WORD, 4), bits)
+                row[part] = self.emit_dot(row[part], code(g), self.load(self.add_offset(address, 4 * g), WORD, 4), bits)
         return sums
 
     def _emit_pair_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[Any]]:
@@ -229,7 +229,7 @@ class Emitter:
                     for n, piece in enumerate(self.split(self.b.bitcast(part, BYTES), 32))
                 ]
                 for r in rows:
-                    x = self.b.bitcast(self.spread(self.load(self.offset(x_at[r], 4 * g), WORD, 4), 8), ir.VectorType(BYTE, 32))
+                    x = self.b.bitcast(self.spread(self.load(self.add_offset(x_at[r], 4 * g), WORD, 4), 8), ir.VectorType(BYTE, 32))
                     for half, n, piece in pieces:
                         two, key = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, piece, x), (r, half, n)
                         fresh[key] = self.b.add(fresh[key], two) if key in fresh else two
@@ -311,10 +311,10 @@ def widen_halves(b: Any, bits: Any) -> Any:
     n = getattr(bits.type, "count", 0)
     kind, floats = (ir.VectorType(WORD, n), ir.VectorType(FLOAT, n)) if n else (WORD, FLOAT)
 
-    def words(number: int) -> Any:
+    def make_words(number: int) -> Any:
         return ir.Constant(kind, [number] * n if n else number)
 
     wide = b.zext(bits, kind)
-    size = b.bitcast(b.shl(b.and_(wide, words(0x7FFF)), words(13)), floats)
+    size = b.bitcast(b.shl(b.and_(wide, make_words(0x7FFF)), make_words(13)), floats)
     scaled = b.fmul(size, ir.Constant(floats, [2.0**112] * n if n else 2.0**112))
-    return b.bitcast(b.or_(b.bitcast(scaled, kind), b.shl(b.and_(wide, words(0x8000)), words(16))), floats)
+    return b.bitcast(b.or_(b.bitcast(scaled, kind), b.shl(b.and_(wide, make_words(0x8000)), make_words(16))), floats)

@@ -24,7 +24,7 @@ _PAUSES: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
-def _element(context: Any, builder: Any, kind: Any, array: Any, part: Any, number: Any) -> Any:
+def _get_element_pointer(context: Any, builder: Any, kind: Any, array: Any, part: Any, number: Any) -> Any:
     view = context.make_array(kind)(context, builder, array)
     return cgutils.get_item_pointer(context, builder, kind, view, [part, number])
 
@@ -34,7 +34,7 @@ def atomic_add(typing_context, array, part, number):
     """Increment array[part, number] atomically and return its former value."""
 
     def codegen(context, builder, signature, args):
-        at = _element(context, builder, signature.args[0], *args)
+        at = _get_element_pointer(context, builder, signature.args[0], *args)
         return builder.atomic_rmw("add", at, ir.Constant(ir.IntType(64), 1), "seq_cst")
 
     return types.int64(array, types.int64, types.int64), codegen
@@ -45,7 +45,7 @@ def atomic_exchange(typing_context, array, part, number, value):
     """Set array[part, number] atomically and return its former value."""
 
     def codegen(context, builder, signature, args):
-        at = _element(context, builder, signature.args[0], *args[:3])
+        at = _get_element_pointer(context, builder, signature.args[0], *args[:3])
         return builder.atomic_rmw("xchg", at, args[3], "seq_cst")
 
     return types.int64(array, types.int64, types.int64, types.int64), codegen
@@ -56,7 +56,7 @@ def atomic_compare_exchange(typing_context, array, part, number, expected, value
     """Set array[part, number] atomically if it is `expected`; return its former value."""
 
     def codegen(context, builder, signature, args):
-        at = _element(context, builder, signature.args[0], *args[:3])
+        at = _get_element_pointer(context, builder, signature.args[0], *args[:3])
         return builder.extract_value(builder.cmpxchg(at, args[3], args[4], "seq_cst", "seq_cst"), 0)
 
     return types.int64(array, types.int64, types.int64, types.int64, types.int64), codegen
@@ -67,7 +67,7 @@ def atomic_load(typing_context, array, part, number):
     """Load array[part, number] atomically; what other threads wrote before it is visible afterwards."""
 
     def codegen(context, builder, signature, args):
-        return builder.load_atomic(_element(context, builder, signature.args[0], *args), "seq_cst", 8)
+        return builder.load_atomic(_get_element_pointer(context, builder, signature.args[0], *args), "seq_cst", 8)
 
     return types.int64(array, types.int64, types.int64), codegen
 

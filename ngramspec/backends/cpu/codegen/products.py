@@ -58,7 +58,7 @@ def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: _Panel, i: Any, xs
     step = fmt.code_bytes + fmt.scale_bytes + fmt.super_bytes // SUPER  # the share that a block has in a panel
     cursor = b.add(panel.next, b.mul(i, LONG(step)))
     for line in range(0, step, LINE):
-        e.prefetch(e.offset(cursor, line))
+        e.prefetch(e.add_offset(cursor, line))
     codes = cache(e.make_code_reader(fmt, b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
     at_once = AT_ONCE if e.target.dot == "vnni512" else len(xs)
@@ -78,15 +78,15 @@ def _emit_int8_block(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[A
     sums = _emit_block_products(e, fmt, panel, i, xs)
     scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
     scale = e.load_scales(fmt, scales_at)
-    offset = e.load_halves(e.offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
+    offset = e.load_halves(e.add_offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
     ends = []
     for q, (whole,), total in zip(q_at, sums, totals, strict=True):
         x_scale = e.spread(e.load(q, FLOAT, 4))
         if zero:
-            whole = b.sub(whole, b.mul(e.spread(e.load(e.offset(q, 4), WORD, 4)), e.splat_words(zero % 2**32)))
+            whole = b.sub(whole, b.mul(e.spread(e.load(e.add_offset(q, 4), WORD, 4)), e.splat_words(zero % 2**32)))
         end = e.fma(e.to_floats(whole), b.fmul(scale, x_scale), total)
         if offset is not None:
-            end = e.fma(offset, e.spread(e.load(e.offset(q, 12), FLOAT, 4)), end)
+            end = e.fma(offset, e.spread(e.load(e.add_offset(q, 12), FLOAT, 4)), end)
         ends.append(end)
     return ends
 
@@ -98,7 +98,7 @@ def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[A
     """
     b, n_rows, n_parts, zero = e.b, len(xs), fmt.n_parts, _find_zero(e, fmt)
     q_at = [b.add(q, b.mul(s, LONG(SUPER * ACT_SCALE_BYTES))) for q in qs]
-    sums_at = [e.offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
+    sums_at = [e.add_offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
     first = b.shl(s, LONG(SUPER_SHIFT))
     with e.loop(LONG(SUPER), [ZEROS] * n_rows) as (j, carried, products):
         i = b.add(first, j)
@@ -114,7 +114,7 @@ def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[A
             products.append(total)
     heads = b.add(panel.supers, b.mul(s, LONG(fmt.super_bytes)))
     scale = e.load_super_scales(fmt, heads)
-    offset = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH))) if fmt.offsets else None
+    offset = b.fneg(e.load_halves(e.add_offset(heads, 2 * WIDTH))) if fmt.offsets else None
     of_sums = [NOUGHTS] * n_rows  # the sums of the codes of x, each times its integer offset, or the scale that the zero has
     if offset is not None or fmt.zero:
         for pair in range(SUPER * n_parts // 2):
@@ -122,7 +122,7 @@ def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[A
             shift = n_parts if fmt.offsets else 0
             integers = [_load_integer(e, fmt, panel.scales, b.add(first, LONG(block)), shift + n) for block, n in places]
             both = b.or_(b.and_(integers[0], e.splat_words(0xFFFF)), b.shl(integers[1], e.splat_words(16)))
-            of_sums = [e.emit_pair_dot(of_sums[r], both, e.load(e.offset(sums_at[r], 4 * pair), WORD, 4)) for r in range(n_rows)]
+            of_sums = [e.emit_pair_dot(of_sums[r], both, e.load(e.add_offset(sums_at[r], 4 * pair), WORD, 4)) for r in range(n_rows)]
     ends = []
     for r in range(n_rows):
         x_scale, whole = e.spread(e.load(q_at[r], FLOAT, 4)), products[r]
@@ -150,32 +150,32 @@ def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, co
         step = WIDTH * fmt.itemsize
         e_halves = ir.VectorType(HALF, WIDTH)
 
-        def plain(j: int) -> Any:
-            at = e.offset(here, step * j)
+        def read_plain_weights(j: int) -> Any:
+            at = e.add_offset(here, step * j)
             if fmt is PlainFormat.F32:
                 return e.load(at, FLOATS, 64)
             if fmt is PlainFormat.F16:
                 return e.load_halves(at)
             return b.bitcast(b.shl(b.zext(e.load(at, e_halves, 32), WORDS), e.splat_words(16)), FLOATS)
 
-        return plain
+        return read_plain_weights
     scales_at = b.add(w, b.mul(i, LONG(fmt.scale_bytes)))
     code = e.make_code_reader(fmt, b.add(b.add(w, codes_at), b.mul(i, LONG(fmt.code_bytes))))
     n_parts = fmt.n_parts
     if fmt.half_scales:
         scales = [e.load_scales(fmt, scales_at)]
-        offsets = [e.load_halves(e.offset(scales_at, 2 * WIDTH))] if fmt.offsets else None
+        offsets = [e.load_halves(e.add_offset(scales_at, 2 * WIDTH))] if fmt.offsets else None
     else:
         heads = b.add(b.add(w, super_at), b.mul(b.lshr(i, LONG(SUPER_SHIFT)), LONG(fmt.super_bytes)))
         scale = e.load_super_scales(fmt, heads)
         scales = [b.fmul(scale, e.to_floats(_load_integer(e, fmt, w, i, n))) for n in range(n_parts)]
         offsets = None
         if fmt.offsets:
-            least = b.fneg(e.load_halves(e.offset(heads, 2 * WIDTH)))
+            least = b.fneg(e.load_halves(e.add_offset(heads, 2 * WIDTH)))
             offsets = [b.fmul(least, e.to_floats(_load_integer(e, fmt, w, i, n_parts + n))) for n in range(n_parts)]
     groups: dict[int, Any] = {}
 
-    def weights(j: int) -> Any:
+    def read_weights(j: int) -> Any:
         g, part = j // 4, j // 16 if fmt.by_16 else 0
         if g not in groups:
             groups.clear()
@@ -187,7 +187,7 @@ def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, co
             return e.fma(scales[part], e.to_floats(number), offsets[part])
         return b.fmul(scales[part], e.to_floats(b.sub(number, e.splat_words(fmt.zero))))
 
-    return weights
+    return read_weights
 
 
 def _emit_tiles(e: Emitter, n_panels: Any, most: int, tile: Callable[[Any, int], None]) -> None:
@@ -209,7 +209,7 @@ def emit_float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]
     for _ in range(n_rows - 1):
         xs.append(b.add(xs[-1], x_step))
 
-    def panels(first: Any, count: int) -> None:
+    def emit_panels(first: Any, count: int) -> None:
         ws = [b.add(w0, b.mul(b.add(first, LONG(k)), panel_bytes)) for k in range(count)]
         shifts = [b.mul(b.add(first, LONG(k)), LONG(4 * WIDTH)) for k in range(count)]
         starts = [e.load(b.add(bias0, shift), FLOATS, 4) for shift in shifts]
@@ -221,7 +221,7 @@ def emit_float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]
             for j in range(DEPTH):
                 weights = [one(j) for one in of]
                 for r in range(n_rows):
-                    x = e.spread(e.load(e.offset(x_at[r], 4 * j), FLOAT, 4))
+                    x = e.spread(e.load(e.add_offset(x_at[r], 4 * j), FLOAT, 4))
                     totals[r] = [e.fma(x, weight, total) for weight, total in zip(weights, totals[r], strict=True)]
             ends += [total for row in totals for total in row]
         for r in range(n_rows):
@@ -229,7 +229,7 @@ def emit_float32(e: Emitter, fmt: WeightFormat, n_rows: int, args: Sequence[Any]
             for k, shift in enumerate(shifts):
                 e.store(ends[r * count + k], b.add(y, shift))
 
-    _emit_tiles(e, n_panels, max(1, min(4, e.target.chains // n_rows)), panels)
+    _emit_tiles(e, n_panels, max(1, min(4, e.target.chains // n_rows)), emit_panels)
 
 
 def emit_unpack(e: Emitter, fmt: WeightFormat, _rows: int, args: Sequence[Any]) -> None:
@@ -238,4 +238,4 @@ def emit_unpack(e: Emitter, fmt: WeightFormat, _rows: int, args: Sequence[Any]) 
         weights = _make_weight_reader(e, fmt, w, super_at, codes_at, i)
         y = e.b.add(y0, e.b.mul(i, LONG(4 * DEPTH * WIDTH)))
         for j in range(DEPTH):
-            e.store(weights(j), e.offset(y, 4 * WIDTH * j))
+            e.store(weights(j), e.add_offset(y, 4 * WIDTH * j))

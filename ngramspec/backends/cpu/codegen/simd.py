@@ -143,7 +143,7 @@ def _make_block_finder(e: Emitter, data: Any, table: Any, step: Any) -> Callable
 
 def _emit_fetch(e: Emitter, address: Any, n_bytes: int) -> None:
     for line in range(0, n_bytes, LINE):
-        e.prefetch(e.offset(address, line))
+        e.prefetch(e.add_offset(address, line))
 
 
 def _emit_sums(e: Emitter, size: int, xs: list[Any], ws: list[Any], totals: list[Any]) -> list[Any]:
@@ -193,14 +193,16 @@ def score_blocks(typing_context, queries, keys, blocks, scores):
                 xs = [builder.add(builder.add(q, builder.mul(LONG(r), q_step)), d) for r in range(rows)]
                 for j in range(SCORE_STEP):
                     ws = [
-                        e.offset(builder.add(block, at), size * (j * BLOCK + panel)) for block in blocks for panel in range(0, BLOCK, WIDTH)
+                        e.add_offset(builder.add(block, at), size * (j * BLOCK + panel))
+                        for block in blocks
+                        for panel in range(0, BLOCK, WIDTH)
                     ]
-                    totals = _emit_sums(e, size, [e.offset(x, 4 * j) for x in xs], ws, totals)
+                    totals = _emit_sums(e, size, [e.add_offset(x, 4 * j) for x in xs], ws, totals)
                 ends += totals
             for r in range(rows):
                 y = builder.add(s, builder.mul(LONG(r), s_step))
                 for p in range(TILE_PANELS):
-                    e.store(ends[r * TILE_PANELS + p], e.offset(y, 4 * WIDTH * p))
+                    e.store(ends[r * TILE_PANELS + p], e.add_offset(y, 4 * WIDTH * p))
 
         _emit_by_rows(builder, n_rows, emit)
         return context.get_dummy_value()
@@ -228,7 +230,9 @@ def mix_blocks(typing_context, shares, values, blocks, mixed):
         find = _make_block_finder(e, data, table, builder.mul(block_step, LONG(size)))
 
         def emit(rows: int) -> None:
-            ys = [e.offset(builder.add(y, builder.mul(LONG(r), y_step)), 4 * WIDTH * p) for r in range(rows) for p in range(TILE_PANELS)]
+            ys = [
+                e.add_offset(builder.add(y, builder.mul(LONG(r), y_step)), 4 * WIDTH * p) for r in range(rows) for p in range(TILE_PANELS)
+            ]
             with e.loop(n_blocks, [e.load(at, FLOATS, 4) for at in ys]) as (t, carried, ends):
                 block, later = (find(builder.add(i, t)) for i in (first, ahead))
                 with e.loop(LONG(BLOCK // MIX_STEP), carried) as (i, totals, inner_ends):
@@ -238,8 +242,8 @@ def mix_blocks(typing_context, shares, values, blocks, mixed):
                     for j in range(MIX_STEP):
                         key = builder.add(at, builder.mul(LONG(j), row_step))
                         _emit_fetch(e, builder.add(later, key), TILE_PANELS * size * WIDTH)
-                        ws = [e.offset(builder.add(block, key), size * WIDTH * p) for p in range(TILE_PANELS)]
-                        totals = _emit_sums(e, size, [e.offset(x, 4 * j) for x in xs], ws, totals)
+                        ws = [e.add_offset(builder.add(block, key), size * WIDTH * p) for p in range(TILE_PANELS)]
+                        totals = _emit_sums(e, size, [e.add_offset(x, 4 * j) for x in xs], ws, totals)
                     inner_ends += totals
                 ends += inner_ends
             for at, total in zip(ys, ends, strict=True):
@@ -264,21 +268,21 @@ def multiply_add(typing_context, panels, rows, x, w, y, shape):
     def codegen(context, builder, signature, args):
         e = Emitter(builder, HOST)
 
-        def address(i, item):
+        def get_address(i, item):
             array, at, step = cgutils.unpack_tuple(builder, args[i], 3)
             data = _get_data(context, builder, signature.args[i][0], array)
             return builder.add(data, builder.mul(at, LONG(item))), builder.mul(step, LONG(item))
 
-        (x, x_step), (w, w_step), (y, y_step) = address(2, 4), address(3, size), address(4, 4)
+        (x, x_step), (w, w_step), (y, y_step) = get_address(2, 4), get_address(3, size), get_address(4, 4)
         n_rows, n_inputs = cgutils.unpack_tuple(builder, args[5], 2)
         last = builder.sub(n_rows, LONG(1))
         lines = [builder.select(builder.icmp_signed("<", LONG(r), last), LONG(r), last) for r in range(n_tile_rows)]
         xs = [builder.add(x, builder.mul(line, x_step)) for line in lines]
         rows = [builder.add(y, builder.mul(line, y_step)) for line in lines]
-        ys = [e.offset(row, 4 * WIDTH * p) for row in rows for p in range(n_panels)]
+        ys = [e.add_offset(row, 4 * WIDTH * p) for row in rows for p in range(n_panels)]
         with e.loop(n_inputs, [e.load(at, FLOATS, 4) for at in ys]) as (i, totals, ends):
             here, shift = builder.add(w, builder.mul(i, w_step)), builder.mul(i, LONG(4))
-            ws = [e.offset(here, size * WIDTH * p) for p in range(n_panels)]
+            ws = [e.add_offset(here, size * WIDTH * p) for p in range(n_panels)]
             ends += _emit_sums(e, size, [builder.add(at, shift) for at in xs], ws, totals)
         for at, total in zip(ys, ends, strict=True):
             e.store(total, at)
@@ -304,15 +308,15 @@ def _emit_state_loop(e: Emitter, turns: Any, states: tuple[Any, ...], vectors: t
     with e.loop(turns, [ZEROS] * (PARTS * n_vectors)) as (i, totals, ends):
         number, row = builder.mul(i, LONG(4 * PARTS)), builder.mul(i, LONG(4 * PARTS * COLUMNS))
         for part in range(PARTS):
-            x, y = (e.spread(e.load(e.offset(builder.add(at, number), 4 * part), FLOAT, 4)) for at in (first, second))
+            x, y = (e.spread(e.load(e.add_offset(builder.add(at, number), 4 * part), FLOAT, 4)) for at in (first, second))
             for c in range(n_vectors):
                 place = 4 * (part * COLUMNS + c * WIDTH)
-                state = e.load(e.offset(builder.add(before, row), place), FLOATS, 4)
+                state = e.load(e.add_offset(builder.add(before, row), place), FLOATS, 4)
                 state = e.fma(x, added[c], builder.fmul(decay, state))
-                e.store(state, e.offset(builder.add(after, row), place))
+                e.store(state, e.add_offset(builder.add(after, row), place))
                 ends.append(e.fma(y, state, totals[part * n_vectors + c]))
     for c, total in enumerate(_emit_sum_of_parts(builder, ends)):
-        e.store(total, e.offset(out, 4 * WIDTH * c))
+        e.store(total, e.add_offset(out, 4 * WIDTH * c))
 
 
 @intrinsic
@@ -332,13 +336,13 @@ def advance_state(typing_context, states, vectors, n_dim, rates):
         with e.loop(turns, [ZEROS] * (PARTS * n_vectors)) as (i, totals, ends):
             number, row = builder.mul(i, LONG(4 * PARTS)), builder.mul(i, LONG(4 * PARTS * COLUMNS))
             for part in range(PARTS):
-                x = e.spread(e.load(e.offset(builder.add(k, number), 4 * part), FLOAT, 4))
+                x = e.spread(e.load(e.add_offset(builder.add(k, number), 4 * part), FLOAT, 4))
                 for c in range(n_vectors):
-                    state = e.load(e.offset(builder.add(before, row), 4 * (part * COLUMNS + c * WIDTH)), FLOATS, 4)
+                    state = e.load(e.add_offset(builder.add(before, row), 4 * (part * COLUMNS + c * WIDTH)), FLOATS, 4)
                     ends.append(e.fma(x, state, totals[part * n_vectors + c]))
         deltas = []
         for c, total in enumerate(_emit_sum_of_parts(builder, ends)):
-            target = e.load(e.offset(v, 4 * WIDTH * c), FLOATS, 4)
+            target = e.load(e.add_offset(v, 4 * WIDTH * c), FLOATS, 4)
             deltas.append(builder.fmul(builder.fsub(target, builder.fmul(decay, total)), beta))
         _emit_state_loop(e, turns, (before, after), (k, q, out), decay, deltas)
         return context.get_dummy_value()
@@ -356,7 +360,7 @@ def add_to_state(typing_context, states, vectors, n_dim, decay):
     def codegen(context, builder, signature, args):
         e = Emitter(builder, HOST)
         (before, after), (b, c, x, out) = (cgutils.unpack_tuple(builder, args[i]) for i in (0, 1))
-        added = [e.load(e.offset(x, 4 * at), FLOATS, 4) for at in range(0, COLUMNS, WIDTH)]
+        added = [e.load(e.add_offset(x, 4 * at), FLOATS, 4) for at in range(0, COLUMNS, WIDTH)]
         turns = builder.sdiv(args[2], LONG(PARTS))
         _emit_state_loop(e, turns, (before, after), (b, c, out), e.spread(args[3]), added)
         return context.get_dummy_value()
