@@ -30,8 +30,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in so
 LIMITS = {  # a limit may only fall
     "class names with two meanings": 0,
     "file names with two meanings": 0,
-    "bare-word function names, percent": 18,
-    "bare-word function names that are no listed verb": 143,
+    "bare-word function names, percent": 14,
+    "bare-word function names that are no listed verb": 26,
     "functions with more than 9 arguments": 34,
     "modules over 500 lines": 0,
     "docstrings that begin with a preposition": 0,

@@ -59,12 +59,12 @@ LAUNCHED = {
     gated_delta_kernels: ("_convolve_rows", "_advance_states", "_gate_heads", "_keep_inputs"),
     packed_experts: ("_multiply_packed_pairs",),
     expert_kernels: ("_choose", "_sort_pairs", "_multiply_pairs", "_activate_clamped", "_sum_experts"),
-    layers: ("_embed", "_norm", "_add_norm", "_gated_activation", "_gate_attention"),
-    row_invariant_linear: ("_product", "_add_up"),
-    quantised: ("_quantised", "_dequantise"),
+    layers: ("_embed", "_compute_norm", "_add_norm", "_gated_activation", "_gate_attention"),
+    row_invariant_linear: ("_multiply", "_add_up"),
+    quantised: ("_multiply_quantised", "_dequantise"),
     rope_kv: ("_rope_kv", "_write_kv"),
-    logits_processor: ("_adjust",),
-    gpu_sampler: ("_best", "_sums", "_finish", "_walk"),
+    logits_processor: ("_adjust_logits",),
+    gpu_sampler: ("_find_best", "_sum_chunk", "_finish", "_walk"),
 }
 TYPES = {
     torch.float32: "fp32",
@@ -183,14 +183,14 @@ def list_variants(
         shape = int(text.num_key_value_heads), stack.head_dim
         pool = stack.pool = make_pool([shape] * len(stack.layers), max_len, dtype, stack.delta_shape)
         per_item = paged_attention.rows_per_item(stack.n_heads, *shape, dtype.itemsize)
-        space = paged_attention.AttentionWorkspace.make(1, per_item, stack.n_heads, *shape, meta)
+        space = paged_attention.AttentionWorkspace.allocate(1, per_item, stack.n_heads, *shape, meta)
         changed = logits_processor.PenaltyEntries(meta)
         for n in rows:
             inputs = GraphInputs(Bucket(n, max(1, n // 2)), depth, pool, AttentionSchedule(n_sms, 1), changed)
             logits = torch.empty(n, stack.head.n_out, device=meta)  # type: ignore[attr-defined]
             stack(inputs.ids, inputs.rows, None, AttentionLaunch(per_item, space), logits)
             tokens, values = (torch.empty(n, KEPT, dtype=kind, device=meta) for kind in (torch.int32, torch.float32))
-            logits_processor.adjust(logits, None, changed.entries, inputs.device)
+            logits_processor.adjust_logits(logits, None, changed.entries, inputs.device)
             work = gpu_sampler.SamplerWorkspace(n, logits.shape[1], meta, k=KEPT)
             scores = torch.empty(n, device=meta), torch.empty(n, dtype=torch.float64, device=meta)
             sampled = gpu_sampler.sample(logits, inputs.sampling, torch.empty_like(inputs.ids), work, (tokens, values), scores)

@@ -123,14 +123,14 @@ class AttentionSchedule:
     """States of splits that can be kept for merging."""
 
     @classmethod
-    def of(cls, n_programs: int, n_items: int, max_keys: int, most_places: int) -> AttentionSchedule:
+    def build(cls, n_programs: int, n_items: int, max_keys: int, most_places: int) -> AttentionSchedule:
         """Build the limits for up to `n_items` items of texts of up to `max_keys` keys.
 
         Fewer than `n_programs` of these can have more keys than an even share.
         """
         return cls(n_programs, n_items + min((n_programs - 1) * n_kept(max_keys), most_places))
 
-    def room(self, n_items: int, max_keys: int) -> int:
+    def get_max_shares(self, n_items: int, max_keys: int) -> int:
         """Return the largest number of shares that `n_items` items can have."""
         return int(min(n_items + self.n_programs, n_items * n_splits(max_keys)))
 

@@ -29,13 +29,13 @@ from ngramspec.backends.cuda.gated_delta_layer import RECURRENT_LAYERS
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.gpu_recurrent_pool import CudaRecurrentPool, count_sequences, pass_bytes, sequence_bytes, snapshot_bytes
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
-from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, decode_buckets, recorder
-from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
+from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, decode_buckets, make_recorder
+from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust_logits
 from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder, PassDecoder, VendorProduct, Weight
 from ngramspec.backends.cuda.packed_experts import PackedExpertWeight, PackedPairProduct
-from ngramspec.backends.cuda.paged_attention import AttentionLaunch, AttentionWorkspace, columns, rows_per_item
+from ngramspec.backends.cuda.paged_attention import AttentionLaunch, AttentionWorkspace, count_columns, rows_per_item
 from ngramspec.backends.cuda.quantised import CudaQuantFormat, CudaQuantisedProduct
-from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, KernelPolicy, LinearProduct, violation
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, KernelPolicy, LinearProduct, find_violation
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
 from ngramspec.models.long_rope import fix_angles
 from ngramspec.outputs import BLOCK, KEPT, DraftTree
@@ -114,14 +114,14 @@ class CudaRunner(Runner):
             n_trial = None if options.kv_bytes is not None else -(-self.max_rows // BLOCK) + max_seqs  # for the largest pass
             self.pool = self._make_pool(options, max_seqs, options.kv_bytes, n_trial)
             self._make_spaces(n_heads)
-            self._graphs = Graphs(self._make_inputs, self._captured, None)
+            self._graphs = Graphs(self._make_inputs, self._run_captured_pass, None)
             self._compare(bound, expected, options.max_len)
             if options.kv_bytes is None:
                 taken = self._largest_passes()
                 del self.pool, self._decoder.pool, self._graphs
                 free = free_bytes(self._device, options.memory_utilization) - taken - MARGIN
                 self.pool = self._decoder.pool = self._make_pool(options, max_seqs, free, None)
-            self._graphs = Graphs(self._make_inputs, self._captured, recorder(self._device) if options.graphs else None)
+            self._graphs = Graphs(self._make_inputs, self._run_captured_pass, make_recorder(self._device) if options.graphs else None)
             self._graphs.capture(decode_buckets(max_seqs, self.max_rows, self.rows_per_item), options.progress)
         self.prove()
 
@@ -192,7 +192,7 @@ class CudaRunner(Runner):
             for slot in slots:
                 self.pool.release(slot)
 
-    def _linear(self, weight: Weight, bias: torch.Tensor | None) -> LinearProduct:
+    def _make_product(self, weight: Weight, bias: torch.Tensor | None) -> LinearProduct:
         if isinstance(weight, torch.Tensor):
             product = CudaProduct(weight, bias, self.limits.n_processors)
         else:
@@ -208,7 +208,7 @@ class CudaRunner(Runner):
             self._checked.add((shape, formats))
             try:
                 most = max(min(self.max_rows, SPACE // (8 * product.splits * shape[0])), 1)  # sums and their total, in float32
-                found = violation(product, [n for n in (FEW_ROWS if again else CHECKED_ROWS) if n <= most])
+                found = find_violation(product, [n for n in (FEW_ROWS if again else CHECKED_ROWS) if n <= most])
                 self.policies[shape] = KernelPolicy(f"fixed tiles, {product.splits} pieces" + (f": {found}" if found else ""), not found)
             except Exception as e:
                 if is_out_of_memory(e):
@@ -244,7 +244,7 @@ class CudaRunner(Runner):
         Raises UnsupportedModelError if such layers would have to keep states.
         """
         try:
-            return CudaDecoder(self.model, self._linear, self._multiply_experts, max_len)
+            return CudaDecoder(self.model, self._make_product, self._multiply_experts, max_len)
         except UnsupportedModelError as e:
             if has_recurrent_layers(self.model):
                 raise
@@ -260,7 +260,7 @@ class CudaRunner(Runner):
         error = float("nan")
         candidates = [stack] if stack and self.is_recurrent else [stack, None] if stack else [None]
         for decoder in candidates:
-            self._decoder: PassDecoder = decoder or ModulesDecoder(self.model, self._linear, self._multiply_experts)
+            self._decoder: PassDecoder = decoder or ModulesDecoder(self.model, self._make_product, self._multiply_experts)
             self._decoder.pool = self.pool
             try:
                 error = self._measure_error(expected)
@@ -301,12 +301,16 @@ class CudaRunner(Runner):
             "the walk, the move of keys and values, or the replay of an accepted tree": self._test_accepted,
         }
         self.violations += [what for what, holds in tests.items() if not holds()]
-        samplers = {"alone": None, "greedily": self._sampler(temperature=0), "sampled": self._sampler(temperature=0.8, top_k=20, top_p=0.9)}
+        samplers = {
+            "alone": None,
+            "greedily": self._make_sampler(temperature=0),
+            "sampled": self._make_sampler(temperature=0.8, top_k=20, top_p=0.9),
+        }
         for bucket in self._graphs.captured:
             self.violations += [f"the graph of {bucket}, {how}" for how, each in samplers.items() if not self._test_graph(bucket, each)]
         return not self.violations
 
-    def _pass(self, spans: list[Span]) -> tuple[torch.Tensor, list[int]]:
+    def _run_pass(self, spans: list[Span]) -> tuple[torch.Tensor, list[int]]:
         """Return logits [N, V] on the device, and the token sampled after each."""
         batch = pack(spans, self.pool, self.rows_per_item)
         output = self.forward(batch)
@@ -316,7 +320,7 @@ class CudaRunner(Runner):
             output.commit([] if match is None else [(b, end, end + match[1])])
         return logits, [] if output.sampled is None else output.sampled.tolist()
 
-    def _sampler(self, **params: Any) -> Sampler:
+    def _make_sampler(self, **params: Any) -> Sampler:
         none = np.empty(0, np.int32)
         return Sampler(SamplingParams(**params), index=0, seed=7, prompt=none, vocab_size=self.vocab_size, stop_ids=frozenset())
 
@@ -342,11 +346,13 @@ class CudaRunner(Runner):
 
     def _test_accepted(self) -> bool:
         """Test a tree whose right nodes come last among siblings: the pass moves their keys and values, and the next token sees them."""
-        depth, prompt, sampler = min(3, self.max_depth), np.arange(5, dtype=np.int32) % self.vocab_size, self._sampler(temperature=0)
+        depth, prompt, sampler = min(3, self.max_depth), np.arange(5, dtype=np.int32) % self.vocab_size, self._make_sampler(temperature=0)
         slot = self.slot_for_tests(len(prompt) + 2 * depth)
 
         def step(token: int, i: int, tree: DraftTree | None = None) -> tuple[torch.Tensor, list[int]]:
-            return self._pass([Span(slot, np.array([token], np.int32), len(prompt) - 1 + i, tree, sampler=sampler, n_prompt=len(prompt))])
+            return self._run_pass(
+                [Span(slot, np.array([token], np.int32), len(prompt) - 1 + i, tree, sampler=sampler, n_prompt=len(prompt))]
+            )
 
         try:
             self.run([Span(slot, prompt[:-1], 0, logits=0)])
@@ -369,11 +375,11 @@ class CudaRunner(Runner):
     def _test_graph(self, bucket: Bucket, sampler: Sampler | None) -> bool:
         """Compare the graph's results for a batch that fills it with the same pass launched kernel by kernel."""
 
-        def fits(n_seqs: int) -> bool:
+        def fits_bucket(n_seqs: int) -> bool:
             n = -(-bucket.rows // n_seqs)
             return n_seqs * -(-n // self.rows_per_item) <= bucket.items and n_seqs * self.pool.count_blocks(n) <= self.pool.n_available
 
-        n_seqs = next((n for n in range(min(bucket.items, len(self.pool.n_blocks_of)), 0, -1) if fits(n)), 0)
+        n_seqs = next((n for n in range(min(bucket.items, len(self.pool.n_blocks_of)), 0, -1) if fits_bucket(n)), 0)
         slots, spans = list[int](), list[Span]()
         try:
             for i in range(n_seqs):
@@ -383,8 +389,8 @@ class CudaRunner(Runner):
                 spans.append(Span(slots[-1], tokens[:n], 0, make_chain_tree(len(tokens) - n), sampler=sampler, n_prompt=n))
             results = []
             for each in (bucket, None) if spans else ():
-                with self._graphs.forced(each):
-                    results.append(self._pass(spans))
+                with self._graphs.force_bucket(each):
+                    results.append(self._run_pass(spans))
             return not results or (torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1])
         finally:
             for slot in slots:
@@ -413,14 +419,14 @@ class CudaRunner(Runner):
         self.pool.send_tables()
         bucket = self._graphs.find(n, n_items)
         if bucket is not None:
-            inputs = self._graphs.inputs(bucket)
+            inputs = self._graphs.get_inputs(bucket)
             inputs.fill(batch)
             inputs.send()
             self._graphs.replay(bucket)
             inputs.results.send()
             rows = None if len(batch.logits_rows) == n else batch.logits_rows
             return CudaOutput(self.timer, self.pool, batch, self._logits, rows, inputs.results, inputs.picked)
-        inputs = self._inputs(Bucket(n, n_items))
+        inputs = self._allocate_inputs(Bucket(n, n_items))
         inputs.fill(batch)
         inputs.send()
         if inputs.rows.recurrent is not None:
@@ -436,16 +442,16 @@ class CudaRunner(Runner):
         results.send()
         return CudaOutput(self.timer, self.pool, batch, logits, None, results, inputs.picked)
 
-    def _inputs(self, bucket: Bucket) -> GraphInputs:
+    def _allocate_inputs(self, bucket: Bucket) -> GraphInputs:
         return GraphInputs(bucket, self.max_depth, self.pool, self._sharing, self._adjusting)
 
     def _make_inputs(self, bucket: Bucket) -> GraphInputs:
-        inputs = self._inputs(bucket)
+        inputs = self._allocate_inputs(bucket)
         inputs.send()  # a pass without rows, for the capture
         inputs.results = PassResults(bucket.rows, self._device)
         return inputs
 
-    def _captured(self, inputs: GraphInputs) -> None:
+    def _run_captured_pass(self, inputs: GraphInputs) -> None:
         """Run the pass that is captured: with the logits of all rows."""
         logits = self._logits[: inputs.bucket.rows]
         self._decoder(inputs.ids, inputs.rows, None, self._plan, logits)
@@ -454,8 +460,8 @@ class CudaRunner(Runner):
     def _finish(self, inputs: GraphInputs, logits: torch.Tensor, wanted: torch.Tensor | None, results: PassResults) -> None:
         """Process the logits of the rows `wanted` [N], or of all, sample from them, follow every tree and keep the accepted paths' KV."""
         likeliest = results.device_tokens, results.device_values
-        adjust(logits, wanted, self._adjusting.entries, inputs.device)
-        how = inputs.sampling if wanted is None else inputs.sampling.of(wanted)
+        adjust_logits(logits, wanted, self._adjusting.entries, inputs.device)
+        how = inputs.sampling if wanted is None else inputs.sampling.select_rows(wanted)
         scores = results.device_chosen, results.device_norms
         gpu_sampler.sample(logits, how, results.device_sampled, self._sampling_space(len(logits)), likeliest, scores)
         sampled = results.device_sampled
@@ -477,14 +483,14 @@ class CudaRunner(Runner):
         self._adjusting = PenaltyEntries(self._device)
 
         def place_bytes(shape: tuple[int, int]) -> int:
-            return 4 * shape[0] * columns(self.rows_per_item, n_heads, shape[0]) * (shape[1] + 2)
+            return 4 * shape[0] * count_columns(self.rows_per_item, n_heads, shape[0]) * (shape[1] + 2)
 
         n_programs = max(1, PROGRAMS_PER_PROCESSOR * self.limits.n_processors // min(n for n, _ in self.shapes))
         largest = max(self.shapes, key=place_bytes)
         n_items = max(self.max_rows, ROWS[-1]) // self.rows_per_item + max(len(self.pool.n_blocks_of), ITEMS[-1])
-        self._sharing = AttentionSchedule.of(n_programs, n_items, self.pool.max_blocks * BLOCK, SPACE // place_bytes(largest))
+        self._sharing = AttentionSchedule.build(n_programs, n_items, self.pool.max_blocks * BLOCK, SPACE // place_bytes(largest))
         self._plan = AttentionLaunch(
-            self.rows_per_item, AttentionWorkspace.make(self._sharing.n_places, self.rows_per_item, n_heads, *largest, self._device)
+            self.rows_per_item, AttentionWorkspace.allocate(self._sharing.n_places, self.rows_per_item, n_heads, *largest, self._device)
         )
         self._small_sampling_space = gpu_sampler.SamplerWorkspace(ROWS[-1], self.vocab_size, self._device, k=KEPT)
         self._logits = torch.empty(ROWS[-1], self.vocab_size, dtype=torch.float32, device=self._device)

@@ -29,7 +29,7 @@ def get_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return DeviceLimits(4, 227 << 10)
     try:
-        found = _properties(device.index or 0)
+        found = _read_properties(device.index or 0)
     except subprocess.CalledProcessError as e:
         raise MissingPackageError(
             f"Triton could not compile its launcher ({e}): Python's headers (python3-dev) and a C compiler (gcc or clang) must be installed"
@@ -42,7 +42,7 @@ def get_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(int(found["multiprocessor_count"]), int(found["max_shared_mem"]), generation, overlaps=generation >= 9)
 
 
-def _properties(index: int) -> Mapping[str, int]:
+def _read_properties(index: int) -> Mapping[str, int]:
     """Return the driver's properties; the first call has Triton compile its driver's launcher."""
     from triton.runtime import driver
 

@@ -30,7 +30,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}  # of gated experts, by the
 class SharedExpert(Protocol):
     """An MLP without bias that every row has: rows [R, H] to sums [P, R, H] float32."""
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor: ...
+    def compute_partials(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class UsedRows(NamedTuple):
@@ -101,7 +101,7 @@ class ChosenExperts:
         for first in range(0, len(both), MOST_PAIRS):
             here = slice(first, first + MOST_PAIRS)
             if isinstance(self.activation, str):
-                layers.gated(both[None, here], None, middle[here], _ACTIVATIONS[self.activation])
+                layers.compute_gated_activation(both[None, here], None, middle[here], _ACTIVATIONS[self.activation])
             else:
                 activate_clamped(both[here], middle[here], *self.activation)
         added = self.down(middle, pairs, of_rows=False, dtype=torch.float32)
@@ -120,10 +120,10 @@ class ExpertLayer:
         """Join the parts. `router`: product with E outputs, or one more if the last is the gate of the shared expert."""
         self.options, self.router, self.correction, self.experts, self.shared = options, router, correction, experts, shared
 
-    def partial(self, x: torch.Tensor, used: UsedRows) -> torch.Tensor:
+    def compute_partials(self, x: torch.Tensor, used: UsedRows) -> torch.Tensor:
         """Compute x [R, H] to [1, R, H] float32, not rounded. Rows that only fill up a bucket read no experts."""
-        ids, weights = choose(self.router.partial(x), self.router.bias, self.correction, self.options, *used)
-        shared = None if self.shared is None else self.shared.partial(x)
+        ids, weights = choose(self.router.compute_partials(x), self.router.bias, self.correction, self.options, *used)
+        shared = None if self.shared is None else self.shared.compute_partials(x)
         return self.experts.run(x, ids, weights, shared, torch.float32)[None]
 
 
@@ -135,7 +135,7 @@ class RouterModule(nn.Module):
         self.options, self.product, self.correction = options, product, read_correction(old)
 
     def forward(self, x: torch.Tensor, correction: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = self.product.partial(x.reshape(-1, x.shape[-1]))
+        logits = self.product.compute_partials(x.reshape(-1, x.shape[-1]))
         added = self.correction if correction is None else correction.float()
         ids, weights = choose(logits, self.product.bias, added, self.options)
         return logits[0], weights, ids

@@ -112,7 +112,7 @@ class CudaRecurrentPool(CudaPool):
     def skip_to(self, slot: int, position: int) -> None:
         self.at[slot] = position
 
-    def stage(self, batch: Batch, spans: np.ndarray, table: np.ndarray) -> int:
+    def stage_batch(self, batch: Batch, spans: np.ndarray, table: np.ndarray) -> int:
         """Fill `RecurrentRows.spans` [I, SPAN_WORDS] and `table` [R, ROW_WORDS], on the host; return how many copies of states are needed.
 
         Asserts that states can be continued where the rows begin: another one would give wrong text.

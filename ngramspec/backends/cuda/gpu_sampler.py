@@ -19,14 +19,14 @@ from ngramspec.backends.cuda.sampling_math import (
     LAST_ID,
     LOWEST,
     PIVOTS,
+    compute_pivot,
     encode_min_p,
     key_of,
     load,
     logit_of,
     peak_of,
-    pivot,
     share_of,
-    uniform,
+    uniform_bits,
     weight_of,
 )
 from ngramspec.backends.cuda.top_kp import COUNTED, cut_and_draw, draw_of_all
@@ -55,13 +55,13 @@ class SamplingArrays:
     position: torch.Tensor  # [R] int32: of the output token, 0 for the first
     scored: torch.Tensor  # [R] int32: whether its log-probability is wanted
 
-    def of(self, rows: torch.Tensor) -> SamplingArrays:
+    def select_rows(self, rows: torch.Tensor) -> SamplingArrays:
         """Select these rows [N] int64."""
         return SamplingArrays(*(getattr(self, field.name).index_select(0, rows) for field in fields(self)))
 
 
 class SamplerWorkspace:
-    """Memory that `sample` and `candidates` use between their launches, for up to `n_rows` rows at a time."""
+    """Memory that `sample` and `write_topk` use between their launches, for up to `n_rows` rows at a time."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class SamplerWorkspace:
 
 
 @triton.jit
-def _best(logits, stride, n_vocab, n_chunks, best, CHUNK: tl.constexpr, K: tl.constexpr):
+def _find_best(logits, stride, n_vocab, n_chunks, best, CHUNK: tl.constexpr, K: tl.constexpr):
     """Find the first K tokens of a chunk in the order (logit falling, id rising), packed into numbers of which the greater comes first."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -102,7 +102,7 @@ def _best(logits, stride, n_vocab, n_chunks, best, CHUNK: tl.constexpr, K: tl.co
 
 
 @_jit
-def _sums(
+def _sum_chunk(
     logits, stride, n_vocab, n_chunks, temperature, top_k, top_p, min_p, scored, best, sums, parts,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def _sums(
                 key = key_of(x)
                 counted = weight + COUNTED
                 for j in tl.static_range(PIVOTS):
-                    tl.store(at + j, tl.sum(tl.where(key >= pivot(top, t, tl.full((), j, tl.int32)), counted, 0), axis=0))
+                    tl.store(at + j, tl.sum(tl.where(key >= compute_pivot(top, t, tl.full((), j, tl.int32)), counted, 0), axis=0))
             else:
                 tl.store(at, tl.sum(tl.where(weight >= encode_min_p(tl.load(min_p + row)), weight, 0), axis=0))
 
@@ -166,7 +166,7 @@ def _finish(
     elif t > 0:
         row_logits = logits + row.to(tl.int64) * stride
         least = encode_min_p(tl.load(min_p + row))
-        u = uniform(seed, sample, position, row)
+        u = uniform_bits(seed, sample, position, row)
         k, p = tl.load(top_k + row), tl.load(top_p + row)
         if (k > 0) | (p < 1.0):
             share = share_of(p)
@@ -186,7 +186,7 @@ def _finish(
 
 
 @_jit
-def _candidates(best, n_chunks, ids, values, WIDE: tl.constexpr, K: tl.constexpr):
+def _merge_best(best, n_chunks, ids, values, WIDE: tl.constexpr, K: tl.constexpr):
     _first_of(best, tl.program_id(0), n_chunks, ids, values, WIDE, K)
 
 
@@ -227,13 +227,13 @@ def sample(
 ) -> torch.Tensor:
     """Write the token after each row of logits [R, V] float32 to out [R] int32; -1 if the greatest logit is infinite or a logit is NaN.
 
-    `likeliest` (out, values): also do what `candidates` does; the workspace's k is then theirs. `scores` (chosen, norms): for rows that are
+    `likeliest` (out, values): also do what `write_topk` does; the workspace's k is then theirs. `scores` (chosen, norms): for rows that are
     `scored`, also write the token's logit [R] float32 and the logarithm of the sum of all logits' exponentials [R] float64, whose
     difference is its log-probability. Without a workspace one is allocated.
     """
     R, V = logits.shape
     k = 1 if likeliest is None else likeliest[0].shape[1]
-    w = _checked(logits, workspace, k)
+    w = _check_workspace(logits, workspace, k)
     ids, values = likeliest if likeliest is not None else (out, out)
     chosen, norms = scores if scores is not None else (out, out)
     if R == 0:
@@ -241,9 +241,9 @@ def sample(
     chunks = triton.next_power_of_2(w.n_chunks)
     stride = logits.stride(0)
     off = {"enable_fp_fusion": False}
-    _best[w.n_chunks, R](logits, stride, V, w.n_chunks, w.best, CHUNK=w.chunk, K=w.k, num_warps=4, **off)
+    _find_best[w.n_chunks, R](logits, stride, V, w.n_chunks, w.best, CHUNK=w.chunk, K=w.k, num_warps=4, **off)
     how = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    _sums[w.n_chunks, R](
+    _sum_chunk[w.n_chunks, R](
         logits, stride, V, w.n_chunks, *how, sampling.scored, w.best, w.sums, w.parts,
         CHUNK=w.chunk, CHUNKS=chunks, K=w.k, SCORES=scores is not None, num_warps=4, **off,
     )  # fmt: skip
@@ -256,7 +256,7 @@ def sample(
     return out
 
 
-def candidates(
+def write_topk(
     logits: torch.Tensor, k: int, out: torch.Tensor, values: torch.Tensor | None = None, workspace: SamplerWorkspace | None = None
 ) -> torch.Tensor:
     """Write the k most likely tokens after each row of logits [R, V] float32 to out [R, k] int32, their logits to values [R, k] float32.
@@ -264,12 +264,12 @@ def candidates(
     The order is that of `sampling.topk`: the lower id first if logits are equal; -1 and -inf if V < k.
     """
     R, V = logits.shape
-    w = _checked(logits, workspace, k)
+    w = _check_workspace(logits, workspace, k)
     if values is None:
         values = torch.empty(R, k, dtype=torch.float32, device=logits.device)
     if R:
-        _best[w.n_chunks, R](logits, logits.stride(0), V, w.n_chunks, w.best, CHUNK=w.chunk, K=k, num_warps=4, enable_fp_fusion=False)
-        _candidates[R,](w.best, w.n_chunks, out, values, WIDE=triton.next_power_of_2(w.n_chunks * k), K=k, num_warps=4)
+        _find_best[w.n_chunks, R](logits, logits.stride(0), V, w.n_chunks, w.best, CHUNK=w.chunk, K=k, num_warps=4, enable_fp_fusion=False)
+        _merge_best[R,](w.best, w.n_chunks, out, values, WIDE=triton.next_power_of_2(w.n_chunks * k), K=k, num_warps=4)
     return out
 
 
@@ -297,7 +297,7 @@ def walk(
     return counts, paths
 
 
-def _checked(logits: torch.Tensor, workspace: SamplerWorkspace | None, k: int) -> SamplerWorkspace:
+def _check_workspace(logits: torch.Tensor, workspace: SamplerWorkspace | None, k: int) -> SamplerWorkspace:
     """Return the workspace, or a new one. Raises ValueError if it does not fit."""
     R, V = logits.shape
     w = workspace if workspace is not None else SamplerWorkspace(R, V, logits.device, k=k)

@@ -52,7 +52,7 @@ class GraphInputs:
         """Copies of recurrent states that the batch needs."""
         self.results: Any = None
         """The buffers in which a captured pass leaves its results."""
-        n, i, shares = bucket.rows, bucket.items, sharing.room(bucket.items, device_tables.shape[1] * BLOCK)
+        n, i, shares = bucket.rows, bucket.items, sharing.get_max_shares(bucket.items, device_tables.shape[1] * BLOCK)
         sizes = {
             "ids": n, "positions": n, "slots": n, "bases": n, "parents": n, "wanted": 2 * n,
             "temperature": n, "top_k": n, "top_p": 2 * n, "min_p": n, "seed": 2 * n, "sample": n, "position": n, "scored": n,
@@ -109,9 +109,9 @@ class GraphInputs:
         h["scored"].fill(0)
         h["roots"].fill(-1)
         h["ends"].fill(-1)
-        self.picked = self._adjusting.stage(batch, h)
+        self.picked = self._adjusting.stage_entries(batch, h)
         if isinstance(self._pool, CudaRecurrentPool):
-            self.n_copies = self._pool.stage(batch, h["spans"], h["table"])
+            self.n_copies = self._pool.stage_batch(batch, h["spans"], h["table"])
         for s, span in enumerate(batch.spans):
             sampler = span.sampler
             if sampler is not None and self.picked[s]:

@@ -126,7 +126,7 @@ class Graphs:
         return self._found[key]
 
     @contextmanager
-    def forced(self, bucket: Bucket | None) -> Iterator[None]:
+    def force_bucket(self, bucket: Bucket | None) -> Iterator[None]:
         """Run every batch within this context in this bucket; None: kernel by kernel."""
         self._forced = (bucket,)
         try:
@@ -134,7 +134,7 @@ class Graphs:
         finally:
             self._forced = None
 
-    def inputs(self, bucket: Bucket) -> Any:
+    def get_inputs(self, bucket: Bucket) -> Any:
         """Return the inputs to fill for a pass of a bucket that `find` returned."""
         return self._entries[bucket][0]
 
@@ -147,6 +147,6 @@ class Graphs:
         return inputs, record(partial(self._run, inputs))
 
 
-def recorder(device: torch.device) -> Record | None:
+def make_recorder(device: torch.device) -> Record | None:
     """Return the recorder that captures passes on this device; None: passes are launched each time."""
     return GraphRecorder(device) if device.type == "cuda" else None

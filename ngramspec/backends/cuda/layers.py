@@ -73,7 +73,7 @@ def _embed(ids, table, out, width, out_stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _norm(x, weight, out, width, x_stride, out_stride, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _compute_norm(x, weight, out, width, x_stride, out_stride, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
@@ -153,7 +153,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+def compute_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """Compute out [R, N] = x / sqrt(mean(x²) + eps), rounded, · weight [N].
 
     A float32 weight with 16-bit rows is multiplied in float32 before the only rounding, as Gemma does (its weight: 1 + w).
@@ -162,14 +162,14 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | 
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, width = _check_rows(x, out)
     if rows:
-        _norm[(rows,)](x, weight, out, width, x.stride(0), out.stride(0), eps, **_whole_row(width, out.device))
+        _compute_norm[(rows,)](x, weight, out, width, x.stride(0), out.stride(0), eps, **_whole_row(width, out.device))
     return out
 
 
 def add_norm(
     x: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Add the product of partials [P, R, N] and bias [N] to x [R, N] in place; out [R, N] is the norm of the sum, as `norm` computes it."""
+    """Add the product of partials [P, R, N] and bias [N] to x [R, N] in place; out [R, N] is the `compute_norm` of the sum."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, width = _check_rows(x, out)
@@ -182,7 +182,7 @@ def add_norm(
     return out
 
 
-def gated(
+def compute_gated_activation(
     partials: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,

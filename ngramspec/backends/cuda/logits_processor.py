@@ -31,7 +31,7 @@ class PenaltyEntries:
         self.entries = torch.zeros(room, WORDS, dtype=torch.int32, device=device)
         self._upload = Upload(device)
 
-    def stage(self, batch: Batch, rows: dict[str, np.ndarray]) -> list[bool]:
+    def stage_entries(self, batch: Batch, rows: dict[str, np.ndarray]) -> list[bool]:
         """Send the entries of the batch's sequences and write for each of their rows where its entries lie.
 
         Returns per sequence whether its tokens can be sampled within the pass.
@@ -62,7 +62,7 @@ class PenaltyEntries:
 
 
 @triton.jit
-def _adjust(
+def _adjust_logits(
     logits, stride, wanted, entries, starts, counts, held, repetition, presence, frequency, ids, parents,
     WANTED: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def _adjust(
             tl.store(x_at, x, mask=e < n)
 
 
-def adjust(
+def adjust_logits(
     logits: torch.Tensor,
     wanted: torch.Tensor | None,
     entries: torch.Tensor,
@@ -108,7 +108,7 @@ def adjust(
     """
     names = ("entries", "n_entries", "held", "repetition", "presence", "frequency", "ids", "parents")
     if len(logits):
-        _adjust[len(logits),](
+        _adjust_logits[len(logits),](
             logits, logits.stride(0), logits if wanted is None else wanted, entries, *(rows[name] for name in names),
             WANTED=wanted is not None, BLOCK=block, WORDS=WORDS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

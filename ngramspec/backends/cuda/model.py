@@ -64,14 +64,14 @@ class VendorProduct:
     def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
-    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.weight if isinstance(self.weight, torch.Tensor) else torch.cat([part.dense(dtype) for part in self.weight])
+    def _get_dense_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight if isinstance(self.weight, torch.Tensor) else torch.cat([part.dequantise(dtype) for part in self.weight])
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._dense(x.dtype))[None].float()
+    def compute_partials(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._get_dense_weight(x.dtype))[None].float()
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        y = F.linear(x, self._dense(x.dtype), self.bias)
+        y = F.linear(x, self._get_dense_weight(x.dtype), self.bias)
         return y if out is None else out.copy_(y)
 
 
@@ -108,9 +108,11 @@ class DenseMlp:
     def bias(self) -> torch.Tensor | None:
         return self.down.bias
 
-    def partial(self, x: torch.Tensor, _: UsedRows | None = None) -> torch.Tensor:
+    def compute_partials(self, x: torch.Tensor, _: UsedRows | None = None) -> torch.Tensor:
         """Multiply x [R, H] to sums [P, R, H] float32, without the bias."""
-        return self.down.partial(layers.gated(self.gate_up.partial(x), self.gate_up.bias, activation=self.activation, dtype=x.dtype))
+        return self.down.compute_partials(
+            layers.compute_gated_activation(self.gate_up.compute_partials(x), self.gate_up.bias, activation=self.activation, dtype=x.dtype)
+        )
 
 
 @dataclass(slots=True)
@@ -152,7 +154,7 @@ class CudaDecoder:
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
         everywhere = getattr(config, "sliding_window", None) if name in WINDOWED else None
         self.delta_shape = read_delta_shape(model)
-        self.layers = [self._layer(layer, everywhere) for layer in base.layers]
+        self.layers = [self._make_layer(layer, everywhere) for layer in base.layers]
         first = next(layer.self_attn for layer in base.layers if hasattr(layer, "self_attn"))
         self.head_dim = int(first.head_dim)
         self.n_heads = first.q_proj.out_features // self.head_dim // (1 + self.centred)
@@ -162,7 +164,7 @@ class CudaDecoder:
         weight: torch.Tensor = norm.weight.detach()
         return 1.0 + weight.float() if self.centred else weight
 
-    def _layer(self, layer: Any, window: int | None) -> _DecoderLayer:
+    def _make_layer(self, layer: Any, window: int | None) -> _DecoderLayer:
         mixed = "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
         if set(dict(layer.named_children())) != {mixed, "mlp", "input_layernorm", "post_attention_layernorm"}:
             raise UnsupportedModelError(f"{type(layer).__name__}: other modules than expected")
@@ -234,17 +236,17 @@ class CudaDecoder:
         used, partials, bias, i = UsedRows(rows.slots, self.pool.dummy), None, None, 0
         for layer in self.layers:
             if partials is None:
-                normed = layers.norm(x, layer.first, self.eps)
+                normed = layers.compute_norm(x, layer.first, self.eps)
             else:
                 normed = layers.add_norm(x, partials, bias, layer.first, self.eps)
             if isinstance(layer.mixer, GatedDeltaLayer):
                 assert recurrent is not None
-                partials = layer.out.partial(recurrent.run(layer.mixer, normed))
+                partials = layer.out.compute_partials(recurrent.run(layer.mixer, normed))
             else:
                 self._attend(layer.mixer, i, normed, rows, plan, (q, mixed))
-                partials, i = layer.out.partial(mixed.view(len(ids), -1)), i + 1
+                partials, i = layer.out.compute_partials(mixed.view(len(ids), -1)), i + 1
             normed = layers.add_norm(x, partials, layer.out.bias, layer.second, self.eps)
-            partials, bias = layer.mlp.partial(normed, used), layer.mlp.bias
+            partials, bias = layer.mlp.compute_partials(normed, used), layer.mlp.bias
         assert partials is not None
         normed = layers.add_norm(x, partials, bias, self.last, self.eps)
         self.head(normed if wanted is None else normed[wanted], out=out)
@@ -255,7 +257,7 @@ class CudaDecoder:
     ) -> None:  # fmt: skip
         """Compute the i-th layer with attention; the heads' outputs are left in the second array of `work`."""
         q, mixed = work
-        kv, partials = (self.pool.keys[i], self.pool.values[i]), attn.qkv.partial(normed)
+        kv, partials = (self.pool.keys[i], self.pool.values[i]), attn.qkv.compute_partials(normed)
         rope_kv(partials, attn.qkv.bias, (self.cos, self.sin), rows, kv, q, attn.norms, self.eps, gated=attn.gated)
         attend(q, kv, rows, mixed, plan, scale=attn.scale, window=attn.window)
         if attn.gated:
@@ -334,7 +336,7 @@ class NormModule(nn.Module):
         self.weight, self.eps = weight, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return layers.norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+        return layers.compute_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
 
 def _our_norm(module: nn.Module) -> NormModule | None:

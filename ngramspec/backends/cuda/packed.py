@@ -48,14 +48,14 @@ class CudaPackedLinear(_InBlocks):
         self.in_features, self.out_features = old.in_features, old.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.packed.dense(x.dtype), self.bias)
+        return F.linear(x, self.packed.dequantise(x.dtype), self.bias)
 
 
 class CudaPackedEmbedding(_InBlocks):
     """An embedding that replaces `nn.Embedding`."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.packed.rows(ids.reshape(-1), self.dtype).view(*ids.shape, -1)
+        return self.packed.dequantise_rows(ids.reshape(-1), self.dtype).view(*ids.shape, -1)
 
 
 def keep_packed(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> None:
@@ -103,7 +103,7 @@ def make_packed_form(keep_blocks: str, usable_bytes: int) -> PackedForm:
 def unpack_weights(model: PreTrainedModel, source: TensorSource, dtype: torch.dtype, device: str) -> None:
     """Dequantise on the device what `keep_packed` would keep in blocks. Raises as that does."""
     for stored, places in _in_blocks(model, source):
-        weight = nn.Parameter(read_packed(stored, device).dense(dtype).view(stored.shape), requires_grad=False)
+        weight = nn.Parameter(read_packed(stored, device).dequantise(dtype).view(stored.shape), requires_grad=False)
         for parent, name, module in places:
             setattr(parent if len(stored.shape) == 3 else module, name if len(stored.shape) == 3 else "weight", weight)
 
@@ -161,7 +161,7 @@ def packed_parts(linears: Sequence[nn.Module]) -> list[CudaPackedWeight] | None:
         first = 0
         for linear in group:
             end = first + linear.packed.n_out
-            linear.packed = whole.part(first, end)
+            linear.packed = whole.select_rows(first, end)
             first = end
         parts.append(whole)
     return parts
@@ -170,4 +170,6 @@ def packed_parts(linears: Sequence[nn.Module]) -> list[CudaPackedWeight] | None:
 def joined_weights(linears: Sequence[Any]) -> torch.Tensor:
     """Concatenate the weights of linear layers to [sum of N, K]; those in blocks are dequantised to the dtype of the others."""
     dtype = linears[0].weight.dtype
-    return torch.cat([linear.packed.dense(dtype) if isinstance(linear, CudaPackedLinear) else linear.weight.detach() for linear in linears])
+    return torch.cat(
+        [linear.packed.dequantise(dtype) if isinstance(linear, CudaPackedLinear) else linear.weight.detach() for linear in linears]
+    )

@@ -65,7 +65,7 @@ class PackedExpertWeight(nn.Module):
         """Return the weight [N, K] of one expert, dequantised."""
         n = self.packed.n_out // self.n_experts
         ids = torch.arange(n, dtype=torch.int32, device=self.packed.codes.device) + int(expert) * n
-        return self.packed.rows(ids, self.dtype)
+        return self.packed.dequantise_rows(ids, self.dtype)
 
 
 class PackedPairProduct(PairProduct):

@@ -106,7 +106,7 @@ def _kept_at(place, which, h, column, HK: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _keep(kept, kept_ml, at, m, z, acc, valid, D: tl.constexpr, DP: tl.constexpr):
+def _store_states(kept, kept_ml, at, m, z, acc, valid, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     tl.store(kept + at[None, :] * D + d[:, None], acc, mask=valid[None, :] & (d < D)[:, None])
     tl.store(kept_ml + at * 2, m, mask=valid)
@@ -114,7 +114,7 @@ def _keep(kept, kept_ml, at, m, z, acc, valid, D: tl.constexpr, DP: tl.constexpr
 
 
 @triton.jit
-def _kept(kept, kept_ml, at, there, D: tl.constexpr, DP: tl.constexpr):
+def _load_states(kept, kept_ml, at, there, D: tl.constexpr, DP: tl.constexpr):
     """Load the states kept at [N], empty ones if not `there`.
 
     Other programs may have stored them, so the loads bypass the first-level cache.
@@ -137,7 +137,7 @@ def _fold(
     for i in range(first, end, step * IN_FLIGHT):
         for j in tl.static_range(IN_FLIGHT):
             which = tl.zeros_like(column) + (i + j * step)
-            m, z, acc = _kept(kept, kept_ml, _kept_at(place, which, h, column, HK, N), valid & (which < end), D, DP)
+            m, z, acc = _load_states(kept, kept_ml, _kept_at(place, which, h, column, HK, N), valid & (which < end), D, DP)
             total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
     return total_m, total_z, total
 
@@ -252,10 +252,10 @@ def _attend(
             there = tl.load(share, volatile=True) + again // GROUP < tl.load(share + 1, volatile=True)
             to = _kept_at(place, tl.where(alone > 0, 0, split), h, again, HK, N)
             tl.debug_barrier()
-            m, z, acc = _kept(kept, kept_ml, to, there & (again * 0 + alone * (split // _MERGED) > begin // _MERGED), D, DP)
+            m, z, acc = _load_states(kept, kept_ml, to, there & (again * 0 + alone * (split // _MERGED) > begin // _MERGED), D, DP)
             m, z, acc = _merge(m, z, acc, group_m, group_z, group)
             tl.debug_barrier()
-            _keep(kept, kept_ml, to, m, z, acc, there, D, DP)
+            _store_states(kept, kept_ml, to, m, z, acc, there, D, DP)
             group_m, group_z, group = nothing_m, nothing_z, nothing
     first_row, end_row = tl.load(share, volatile=True), tl.load(share + 1, volatile=True)
     place, alone = tl.load(share + 5, volatile=True), tl.load(share + 6, volatile=True)
@@ -265,7 +265,7 @@ def _attend(
     if alone:
         if (end - 1) // _MERGED > begin // _MERGED:
             tl.debug_barrier()
-            m, z, acc = _kept(kept, kept_ml, _kept_at(place, 0, h, column, HK, N), valid, D, DP)
+            m, z, acc = _load_states(kept, kept_ml, _kept_at(place, 0, h, column, HK, N), valid, D, DP)
             group_m, group_z, group = _merge(m, z, acc, group_m, group_z, group)
     else:
         end_split = _split_of(n_keys - 1) + 1
@@ -290,7 +290,7 @@ def _attend(
                     else:
                         merged += 1
                         tl.debug_barrier()  # its first split's state has been read by all threads
-                        _keep(kept, kept_ml, _kept_at(place, to, h, column, HK, N), group_m, group_z, group, valid, D, DP)
+                        _store_states(kept, kept_ml, _kept_at(place, to, h, column, HK, N), group_m, group_z, group, valid, D, DP)
         valid &= column * 0 + ready > 0
     if sinks is not None:  # as if there were one more key, without a value, after all others
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) / _LOG_OF_2
@@ -303,16 +303,16 @@ def _attend(
 class AttentionWorkspace:
     """Memory in which programs leave their states for the one that merges. Serves one launch after the other, not two at a time."""
 
-    kept: torch.Tensor  # float32, places Hk N D numbers or more, with N of `columns`
+    kept: torch.Tensor  # float32, places Hk N D numbers or more, with N of `count_columns`
     kept_ml: torch.Tensor  # float32, places Hk N 2 numbers or more
     counters: torch.Tensor  # int32, places Hk 2 or more; zero between launches
 
     @classmethod
-    def make(
+    def allocate(
         cls, n_places: int, rows_per_item: int, n_heads: int, n_kv_heads: int, head_dim: int, device: torch.device
     ) -> AttentionWorkspace:
         """Allocate memory for schedules of up to `n_places` places; a model's layers can share it."""
-        n = n_places * n_kv_heads * columns(rows_per_item, n_heads, n_kv_heads)
+        n = n_places * n_kv_heads * count_columns(rows_per_item, n_heads, n_kv_heads)
         return cls(
             torch.empty(n * head_dim, dtype=torch.float32, device=device),
             torch.empty(n * 2, dtype=torch.float32, device=device),
@@ -320,7 +320,7 @@ class AttentionWorkspace:
         )
 
 
-def columns(rows_per_item: int, n_heads: int, n_kv_heads: int) -> int:
+def count_columns(rows_per_item: int, n_heads: int, n_kv_heads: int) -> int:
     """Return the columns of a program: rows of an item times query heads of a key head, at least what a matrix instruction takes."""
     return max(16, triton.next_power_of_2(rows_per_item * (n_heads // n_kv_heads)))
 
@@ -370,7 +370,7 @@ def attend(
     assert rows.paths.stride(1) == rows.tables.stride(1) == 1
     if n_shares == 0:
         return
-    width, n_columns = max(16, triton.next_power_of_2(head_dim)), columns(launch.rows_per_item, n_heads, n_kv_heads)
+    width, n_columns = max(16, triton.next_power_of_2(head_dim)), count_columns(launch.rows_per_item, n_heads, n_kv_heads)
     _attend[(n_shares, n_kv_heads)](
         q,
         keys,
@@ -398,14 +398,14 @@ def attend(
         WINDOW=window,
         SOFTCAP=softcap > 0,
         IN_FLIGHT=max(1, min(4, 8192 // (width * n_columns))),
-        num_warps=_warps(width * n_columns, q.element_size(), q.device),
-        num_stages=_stages(width, n_columns, q.element_size(), q.device),
+        num_warps=_choose_warps(width * n_columns, q.element_size(), q.device),
+        num_stages=_choose_stages(width, n_columns, q.element_size(), q.device),
         enable_fp_fusion=False,
         **overlap_options(q.device),
     )
 
 
-def _warps(n_sums: int, itemsize: int, device: torch.device) -> int:
+def _choose_warps(n_sums: int, itemsize: int, device: torch.device) -> int:
     """Return enough warps that a program's sums stay in registers.
 
     A Hopper's matrix instructions read one operand from shared memory, so four warps hold what takes eight elsewhere
@@ -415,7 +415,7 @@ def _warps(n_sums: int, itemsize: int, device: torch.device) -> int:
     return 4 if n_sums < (8192 if roomy else 2048) else 8
 
 
-def _stages(width: int, n_columns: int, itemsize: int, device: torch.device) -> int:
+def _choose_stages(width: int, n_columns: int, itemsize: int, device: torch.device) -> int:
     """Return the tiles in flight: no more than help, and as many as fit in shared memory with queries, weights and sums in transit."""
     rest = max(24 << 10, 5 * width * n_columns)
     return max(1, min(3, (get_limits(device).shared_bytes - rest) // (2 * TILE * width * itemsize)))

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ngramspec.backends.cuda.overlap import await_previous
-from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, Tile, bounds, store
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, Tile, find_bounds, store
 from ngramspec.models.tensor_source import KINDS
 
 UNIT = 64
@@ -92,7 +92,7 @@ class CudaPackedWeight:
     def n_bytes(self) -> int:
         return sum(part.nbytes for part in (self.codes, self.words, self.supers) if part is not None)
 
-    def part(self, first: int, end: int) -> CudaPackedWeight:
+    def select_rows(self, first: int, end: int) -> CudaPackedWeight:
         """Return outputs `first` to `end` as a view of the same memory."""
         return replace(
             self,
@@ -102,7 +102,7 @@ class CudaPackedWeight:
             supers=None if self.supers is None else self.supers[:, first:end],
         )
 
-    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantise_rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return rows `ids` [R] (integers) of the weight, [R, K] in a dtype, rounded once."""
         out = torch.empty(len(ids), self.n_in, dtype=dtype, device=self.codes.device)
         if len(ids):
@@ -123,9 +123,9 @@ class CudaPackedWeight:
             )
         return out
 
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight [N, K] in a dtype, rounded once."""
-        return self.rows(torch.arange(self.n_out, dtype=torch.int32, device=self.codes.device), dtype)
+        return self.dequantise_rows(torch.arange(self.n_out, dtype=torch.int32, device=self.codes.device), dtype)
 
 
 def concatenate_packed(weights: Sequence[CudaPackedWeight]) -> CudaPackedWeight:
@@ -150,41 +150,41 @@ def pack(kind: str, rows: torch.Tensor) -> CudaPackedWeight:
     fmt, n = FORMATS[kind], len(rows)
     blocks = rows.reshape(n, -1, KINDS[kind][1])
 
-    def halves(at: int, negative: bool = False) -> torch.Tensor:
+    def read_halves(at: int, negative: bool = False) -> torch.Tensor:
         """Return the float16 at a byte of every block, as an integer."""
         found = blocks[:, :, at].int() | blocks[:, :, at + 1].int() << 8
         return found ^ 0x8000 if negative else found
 
-    def nibbles(raw: torch.Tensor, width: int) -> torch.Tensor:
+    def split_nibbles(raw: torch.Tensor, width: int) -> torch.Tensor:
         """Return the low halves of `width` bytes, then their high halves, and so on: [N, blocks, codes]."""
         raw = raw.reshape(n, blocks.shape[1], -1, 1, width)
         return torch.cat([raw & 15, raw >> 4], 3).reshape(n, blocks.shape[1], -1)
 
-    def bits(raw: torch.Tensor, width: int) -> torch.Tensor:
+    def split_bits(raw: torch.Tensor, width: int) -> torch.Tensor:
         """Split bytes into groups of bits, lowest first: [N, blocks, bytes] → [N, blocks, bytes, 8 / width]."""
         return raw[..., None] >> torch.arange(0, 8, width, dtype=torch.uint8, device=raw.device) & (1 << width) - 1
 
     supers, minima = None, None
     if kind == "Q8_0":
-        codes, scales = blocks[:, :, 2:], halves(0)
+        codes, scales = blocks[:, :, 2:], read_halves(0)
     elif not fmt.columns:
-        minima = halves(2, negative=True) if fmt.scales == _MINIMA else None
-        scales, at = halves(0), 2 if minima is None else 4
-        codes = nibbles(blocks[:, :, -16:], 16)
+        minima = read_halves(2, negative=True) if fmt.scales == _MINIMA else None
+        scales, at = read_halves(0), 2 if minima is None else 4
+        codes = split_nibbles(blocks[:, :, -16:], 16)
         if fmt.bits == 5:
-            codes = codes | bits(blocks[:, :, at : at + 4], 1).reshape(n, -1, 32) << 4
+            codes = codes | split_bits(blocks[:, :, at : at + 4], 1).reshape(n, -1, 32) << 4
     elif kind == "Q6_K":
-        supers, scales = halves(208), blocks[:, :, 192:208].reshape(n, -1)
-        high = bits(blocks[:, :, 128:192].reshape(n, -1, 2, 32), 2).transpose(3, 4).reshape(n, -1, 256)
-        codes = nibbles(blocks[:, :, :128], 64) | high << 4
+        supers, scales = read_halves(208), blocks[:, :, 192:208].reshape(n, -1)
+        high = split_bits(blocks[:, :, 128:192].reshape(n, -1, 2, 32), 2).transpose(3, 4).reshape(n, -1, 256)
+        codes = split_nibbles(blocks[:, :, :128], 64) | high << 4
     else:
-        supers = halves(0) | halves(2) << 16
+        supers = read_halves(0) | read_halves(2) << 16
         low, mid, high = blocks[:, :, 4:16].reshape(n, -1, 3, 4).unbind(2)
         scales = torch.cat([low & 63, high & 15 | low >> 2 & 48], 2).reshape(n, -1)
         minima = torch.cat([mid & 63, high >> 4 | mid >> 2 & 48], 2).reshape(n, -1)
-        codes = nibbles(blocks[:, :, -128:], 32)
+        codes = split_nibbles(blocks[:, :, -128:], 32)
         if kind == "Q5_K":
-            codes = codes | bits(blocks[:, :, 16:48], 1).transpose(2, 3).reshape(n, -1, 256) << 4
+            codes = codes | split_bits(blocks[:, :, 16:48], 1).transpose(2, 3).reshape(n, -1, 256) << 4
     return _pack(fmt, codes.reshape(n, -1), scales, minima, supers)
 
 
@@ -200,12 +200,12 @@ def _pack(
         if part is not None:
             per_unit = 4 if fmt.scales == _BYTES else 2
             part = torch.nn.functional.pad(part.int(), (0, units * per_unit - part.shape[1])).reshape(n, units, per_unit)
-            words.append(_word(part, 8 if fmt.scales in (_BYTES, _BYTE_MINIMA) else 16))
+            words.append(_pack_words(part, 8 if fmt.scales in (_BYTES, _BYTE_MINIMA) else 16))
     if fmt.scales == _BYTE_MINIMA:
         words = [words[0] | words[1] << 16]
     if fmt.bits in (5, 6):
         high = (codes >> 4).int().reshape(n, units, -1, chunk)
-        words += _word(high, 32 // chunk).unbind(2)
+        words += _pack_words(high, 32 // chunk).unbind(2)
     if fmt.bits < 8:
         low, high = (codes & 15).reshape(n, units, -1, 2, chunk).unbind(3)
         codes = (low | high << 4).reshape(n, units, 32)
@@ -220,7 +220,7 @@ def _pack(
     )
 
 
-def _word(parts: torch.Tensor, width: int) -> torch.Tensor:
+def _pack_words(parts: torch.Tensor, width: int) -> torch.Tensor:
     """Combine [..., P] integers of `width` bits each into [...] int32, the first lowest."""
     shifts = torch.arange(parts.shape[-1], device=parts.device, dtype=torch.int32) * width
     return (parts << shifts).sum(-1).int()  # int64 sums; what is above 32 bits is none
@@ -233,13 +233,13 @@ _UNIT: tl.constexpr = tl.constexpr(UNIT)
 
 
 @triton.jit
-def _half(word, WHICH: tl.constexpr):
+def _unpack_half(word, WHICH: tl.constexpr):
     """Return the lower (0) or upper (1) float16 of a word, as float32."""
     return (word >> 16 * WHICH & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _chunk(q, above, first, second, supers, CHUNK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr):
+def _dequantise_chunk(q, above, first, second, supers, CHUNK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr):
     """Compute weights [n, columns] float32 of chunk number CHUNK of a unit from the lower bits of their codes.
 
     The other arguments are words [n]: the codes' upper bits, the unit's first and second word, and the super-block's word.
@@ -253,15 +253,15 @@ def _chunk(q, above, first, second, supers, CHUNK: tl.constexpr, BITS: tl.conste
             q |= (above[:, None] >> (tl.arange(0, 32 // WIDTH) * WIDTH)[None, :] & (1 << WIDTH) - 1) << 4
     q = (q - ZERO).to(tl.float32)
     if SCALES == _B:
-        values = (_half(supers, 0) * (first << 24 - 8 * CHUNK >> 24).to(tl.float32))[:, None] * q
+        values = (_unpack_half(supers, 0) * (first << 24 - 8 * CHUNK >> 24).to(tl.float32))[:, None] * q
     elif SCALES == _BM:
-        scale = _half(supers, 0) * (first >> 8 * CHUNK & 255).to(tl.float32)
-        minimum = _half(supers, 1) * (first >> 16 + 8 * CHUNK & 255).to(tl.float32)
+        scale = _unpack_half(supers, 0) * (first >> 8 * CHUNK & 255).to(tl.float32)
+        minimum = _unpack_half(supers, 1) * (first >> 16 + 8 * CHUNK & 255).to(tl.float32)
         values = scale[:, None] * q - minimum[:, None]
     elif SCALES == _M:
-        values = _half(first, CHUNK)[:, None] * q - _half(second, CHUNK)[:, None]
+        values = _unpack_half(first, CHUNK)[:, None] * q - _unpack_half(second, CHUNK)[:, None]
     else:
-        values = _half(first, CHUNK)[:, None] * q
+        values = _unpack_half(first, CHUNK)[:, None] * q
     return values
 
 
@@ -276,7 +276,7 @@ def _load(at, there, policy: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _weights(
+def _load_weights(
     codes, words, supers, n, n_stride, at, there,
     CHUNK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPER: tl.constexpr, WORDS: tl.constexpr,
     ONCE: tl.constexpr, EVEN: tl.constexpr,
@@ -299,7 +299,7 @@ def _weights(
         q = _load(code + CHUNK * C, there[:, None], policy, EVEN)
     else:
         q = _load(code + CHUNK // 2 * C, there[:, None], policy, EVEN) >> CHUNK % 2 * 4 & 15
-    return _chunk(q, above, first, second, factor, CHUNK, BITS, SCALES, ZERO)
+    return _dequantise_chunk(q, above, first, second, factor, CHUNK, BITS, SCALES, ZERO)
 
 
 @triton.jit
@@ -320,7 +320,7 @@ def sum_packed_piece(
             at = start + i * _UNIT
             there = n < tl.where(at < end, n_stride, 0)
             for chunk in tl.static_range(_UNIT // C):
-                w = _weights(codes, words, supers, n, n_stride, at, there, chunk, BITS, SCALES, ZERO, SUPER, WORDS, ONCE, EVEN)
+                w = _load_weights(codes, words, supers, n, n_stride, at, there, chunk, BITS, SCALES, ZERO, SUPER, WORDS, ONCE, EVEN)
                 if EVEN:
                     b = tl.load(x + at + chunk * C, mask=row_mask, other=0.0)
                 else:
@@ -352,14 +352,14 @@ def _dequantise(
     there = rows < n_rows
     n = tl.load(ids + rows, mask=there, other=0)
     for chunk in tl.static_range(_UNIT // C):
-        w = _weights(codes, words, supers, n, n_stride, at, there, chunk, BITS, SCALES, ZERO, SUPER, WORDS, False, False)
+        w = _load_weights(codes, words, supers, n, n_stride, at, there, chunk, BITS, SCALES, ZERO, SUPER, WORDS, False, False)
         k = at + chunk * C + tl.arange(0, C)
         to = out + rows.to(tl.int64)[:, None] * n_in + k[None, :]
         tl.store(to, w.to(out.dtype.element_ty), mask=there[:, None] & (k < n_in)[None, :])
 
 
 @triton.jit
-def _quantised(
+def _multiply_quantised(
     codes,  # [units, n_stride, bytes]
     words,  # [units, WORDS, n_stride]
     supers,  # [n_in / 256, n_stride] or None
@@ -395,13 +395,13 @@ def _quantised(
     x_at = x + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
     row_mask = (rows < n_rows)[:, None]
     n_at = tl.minimum(n, n_out - 1)
-    begin, end = bounds(piece, n_in, n_splits, STEP)
+    begin, end = find_bounds(piece, n_in, n_splits, STEP)
     total = sum_packed_piece(
         codes, words, supers, n_at, n_stride, x_at, row_mask, n_in, begin, end, BITS, SCALES, ZERO, SUPER, WORDS, BLOCK_K, EVEN, ONCE
     )
     if SUMMED:
         for s in range(1, n_splits):
-            begin, end = bounds(s, n_in, n_splits, STEP)
+            begin, end = find_bounds(s, n_in, n_splits, STEP)
             total += sum_packed_piece(
                 codes,
                 words,
@@ -445,7 +445,7 @@ class CudaQuantisedProduct(CudaProduct):
         assert len({part.n_in for part in parts}) == 1
         self.parts = tuple(parts)
         first = parts[0]
-        self._shape(sum(part.n_out for part in parts), first.n_in, bias, n_sms, first.codes.device, dtype)
+        self._set_shape(sum(part.n_out for part in parts), first.n_in, bias, n_sms, first.codes.device, dtype)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
         first = 0
@@ -457,8 +457,8 @@ class CudaQuantisedProduct(CudaProduct):
             first += part.n_out
 
     def _multiply_part(self, part: CudaPackedWeight, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
-        grid, options = self._grid(len(x), part.n_out, len(out), tile)
-        _quantised[grid](
+        grid, options = self._make_grid(len(x), part.n_out, len(out), tile)
+        _multiply_quantised[grid](
             part.codes,
             part.words,
             part.supers,

@@ -41,7 +41,7 @@ def _sum_partials(partials, bias, at, offset, inside, size, N_PARTIALS: tl.const
 
 @triton.jit
 def _scale_by_weight(x, rms, weight, at, inside, DTYPE: tl.constexpr):
-    """Return x / rms, rounded if the weight has the same dtype, times the norm's weight, rounded (see `layers.norm`)."""
+    """Return x / rms, rounded if the weight has the same dtype, times the norm's weight, rounded (see `layers.compute_norm`)."""
     x *= rms
     if weight.dtype.element_ty == DTYPE:
         x = x.to(DTYPE).to(tl.float32)

@@ -122,7 +122,7 @@ def sum_piece(w, x, row_mask, columns, begin, end, BLOCK_K: tl.constexpr, EVEN: 
 
 
 @triton.jit
-def bounds(piece, n_in, n_splits, STEP: tl.constexpr):
+def find_bounds(piece, n_in, n_splits, STEP: tl.constexpr):
     """Return the columns of one of the pieces of K."""
     granules = tl.cdiv(n_in, STEP)
     return piece * granules // n_splits * STEP, tl.minimum((piece + 1) * granules // n_splits * STEP, n_in)
@@ -138,7 +138,7 @@ def store(total, bias, out, n, rows, piece, n_out, n_rows, out_stride):
 
 
 @triton.jit
-def _product(
+def _multiply(
     weight,  # [n_out, n_in]
     x,  # [n_rows, n_in], rows x_stride apart
     bias,  # [n_out] or None
@@ -167,7 +167,7 @@ def _product(
     w_at = weight + tl.minimum(n, n_out - 1).to(tl.int64)[:, None] * n_in + k[None, :]
     x_at = x + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
     row_mask = (rows < n_rows)[:, None]
-    begin, end = bounds(piece, n_in, n_splits, STEP)
+    begin, end = find_bounds(piece, n_in, n_splits, STEP)
     if OVERLAP and ONCE:
         item: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         prefetch_rows(weight + tl.minimum(n, n_out - 1).to(tl.int64) * n_in + begin, (end - begin) * item, LINES)
@@ -175,7 +175,7 @@ def _product(
     total = sum_piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
     if SUMMED:
         for s in range(1, n_splits):
-            begin, end = bounds(s, n_in, n_splits, STEP)
+            begin, end = find_bounds(s, n_in, n_splits, STEP)
             total += sum_piece(w_at, x_at, row_mask, n_in, begin, end, BLOCK_K, EVEN, ONCE)
     store(total, bias, out, n, rows, piece, n_out, n_rows, n_out)
 
@@ -211,7 +211,7 @@ class LinearProduct(Protocol):
 
     bias: torch.Tensor | None
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor: ...
+    def compute_partials(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
@@ -223,23 +223,23 @@ class CudaProduct:
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(f"weights are bfloat16, float16 or float32, not {weight.dtype}")
         self.weight = weight.contiguous()
-        self._shape(weight.shape[0], weight.shape[1], bias, n_sms, weight.device, weight.dtype)
+        self._set_shape(weight.shape[0], weight.shape[1], bias, n_sms, weight.device, weight.dtype)
 
-    def _shape(self, n_out: int, n_in: int, bias: torch.Tensor | None, n_sms: int, device: torch.device, dtype: torch.dtype) -> None:
+    def _set_shape(self, n_out: int, n_in: int, bias: torch.Tensor | None, n_sms: int, device: torch.device, dtype: torch.dtype) -> None:
         self.n_out, self.n_in, self.bias, self.n_sms, self.device, self.dtype = n_out, n_in, bias, n_sms, device, dtype
         self.splits = choose_splits(n_out, n_in, n_sms)
         self._shared = get_limits(device).shared_bytes
 
     def n_partials(self, rows: int) -> int:
-        """Return P of `partial`: `splits` for few rows, 1 if tiles of whole sums occupy the device."""
+        """Return P of `compute_partials`: `splits` for few rows, 1 if tiles of whole sums occupy the device."""
         busy = -(-self.n_out // 128) * -(-rows // 128) >= self.n_sms
         return 1 if busy else self.splits
 
     def workspace_shape(self, rows: int) -> tuple[int, int, int]:
-        """Return the shape [P, R, N] of `partial`."""
+        """Return the shape [P, R, N] of `compute_partials`."""
         return self.n_partials(rows), rows, self.n_out
 
-    def partial(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_partials(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply x [R, K] to [P, R, N] float32, whose sum over P in order is x @ W.T without the bias. `out` has `workspace_shape(R)`."""
         shape = self.workspace_shape(len(x))
         if out is None:
@@ -261,7 +261,7 @@ class CudaProduct:
         if self.n_partials(len(x)) == 1:
             self._launch(x, self.bias, out[None])
         else:
-            add_up(self.partial(x, workspace), self.bias, out)
+            add_up(self.compute_partials(x, workspace), self.bias, out)
         return out
 
     def _launch(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None) -> None:
@@ -275,7 +275,7 @@ class CudaProduct:
             chosen = choose_tile(len(x), self.n_out, self.dtype.itemsize, pieces, self.splits // pieces, self.n_sms, self._shared)
             self._multiply(x, bias, out, tile or chosen)
 
-    def _grid(self, rows: int, n_out: int, pieces: int, tile: Tile) -> tuple[tuple[int, int, int], dict[str, int]]:
+    def _make_grid(self, rows: int, n_out: int, pieces: int, tile: Tile) -> tuple[tuple[int, int, int], dict[str, int]]:
         """Return the grid of a launch, and its compile-time options."""
         grid = (triton.cdiv(rows, tile.rows), triton.cdiv(n_out, tile.n), pieces)
         return grid, {
@@ -293,8 +293,8 @@ class CudaProduct:
         }
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
-        grid, options = self._grid(len(x), self.n_out, len(out), tile)
-        _product[grid](
+        grid, options = self._make_grid(len(x), self.n_out, len(out), tile)
+        _multiply[grid](
             self.weight,
             x,
             bias,
@@ -331,7 +331,7 @@ def add_up(partials: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor)
         )
 
 
-def violation(product: CudaProduct, counts: Iterable[int]) -> str | None:
+def find_violation(product: CudaProduct, counts: Iterable[int]) -> str | None:
     """Describe where rows of this product depend on their number; None: nowhere. Compared bitwise, on random rows, on the device.
 
     Tested are every count in `counts` and those at which tiles change, at both ends of the input; each as `splits` sums added up and as
@@ -343,18 +343,18 @@ def violation(product: CudaProduct, counts: Iterable[int]) -> str | None:
     generator = torch.Generator().manual_seed(product.n_out)
     x = torch.randn(most, product.n_in, generator=generator).to(product.device, product.dtype)
     probe = sorted({0, most // 3, most // 2, most - 1, *range(0, most, -(-most // 8))})
-    alone = torch.cat([_reduced(product, x[i : i + 1], product.splits) for i in probe])
+    alone = torch.cat([_multiply_in_pieces(product, x[i : i + 1], product.splits) for i in probe])
     for count in sorted(c for c in wanted | edges if 1 <= c <= most):
         for start in {0, most - count}:
             inside = [(j, i - start) for j, i in enumerate(probe) if start <= i < start + count]
             for pieces in {1, product.splits}:
-                y = _reduced(product, x[start : start + count], pieces)
+                y = _multiply_in_pieces(product, x[start : start + count], pieces)
                 if not torch.equal(y[[i for _, i in inside]], alone[[j for j, _ in inside]]):
                     return f"product with a weight of {(product.n_out, product.n_in)} at {count} rows in {pieces} pieces"
     return None
 
 
-def _reduced(product: CudaProduct, x: torch.Tensor, pieces: int) -> torch.Tensor:
+def _multiply_in_pieces(product: CudaProduct, x: torch.Tensor, pieces: int) -> torch.Tensor:
     """Compute x @ W.T + b in float32 through `pieces` partial sums."""
     sums = torch.empty(pieces, len(x), product.n_out, dtype=torch.float32, device=x.device)
     product._launch(x, None, sums)

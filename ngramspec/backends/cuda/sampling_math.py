@@ -62,7 +62,7 @@ def part_of(total, fraction):
 
 
 @triton.jit
-def uniform(seed, sample, position, row):
+def uniform_bits(seed, sample, position, row):
     """Return u * 2**53 as int64, as `ngramspec.sampling.sampler.uniform_bits` does: Philox4x32-10."""
     k0 = tl.load(seed + 2 * row).to(tl.uint32, bitcast=True).to(tl.uint64)
     k1 = tl.load(seed + 2 * row + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -84,7 +84,7 @@ def load(logits, ids, inside):
 
 
 @triton.jit
-def halfway(lo, hi):
+def find_middle(lo, hi):
     """Return (lo + hi) // 2 without a sum that could overflow."""
     return (lo & hi) + ((lo ^ hi) >> 1)
 
@@ -102,13 +102,13 @@ def share_of(top_p):
 
 
 @triton.jit
-def pivot(top, temperature, j):
+def compute_pivot(top, temperature, j):
     """Return the key of the j-th of 16 logits below the top, in rising distance; logits below the last weigh nothing."""
     return key_of(top - temperature * (((j + 1) * (j + 1)).to(tl.float32) * 0.125))
 
 
 @triton.jit
 def peak_of(best, row, n_chunks, CHUNKS: tl.constexpr, K: tl.constexpr):
-    """Return the row's greatest (key, id), packed as `_best` packs them."""
+    """Return the row's greatest (key, id), packed as `_find_best` packs them."""
     c = tl.arange(0, CHUNKS)
     return tl.max(tl.load(best + (row * n_chunks + c) * K, mask=c < n_chunks, other=LOWEST), axis=0)

@@ -11,7 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ngramspec.backends.cuda.sampling_math import LOWEST, PIVOTS, WHOLE, halfway, key_of, load, logit_of, part_of, pivot, weight_of
+from ngramspec.backends.cuda.sampling_math import (
+    LOWEST,
+    PIVOTS,
+    WHOLE,
+    compute_pivot,
+    find_middle,
+    key_of,
+    load,
+    logit_of,
+    part_of,
+    weight_of,
+)
 
 # Added to the weight of each token of a chunk: the upper bits of the sum are the number of tokens, at most 2048.
 COUNTED = tl.constexpr(1 << 52)
@@ -28,7 +39,7 @@ def _skip(best, row, n_chunks, first, lo, CHUNK: tl.constexpr, TILE: tl.constexp
 
 
 @triton.jit
-def _kept(x, cut, room, seen, top, t, least):
+def _apply_cut(x, cut, room, seen, top, t, least):
     """Return the weights of the tokens that the cut leaves (0 for others), and which are at the cut; `seen` of its `room` are taken."""
     key = key_of(x)
     tied = (key == cut).to(tl.int32)
@@ -38,7 +49,7 @@ def _kept(x, cut, room, seen, top, t, least):
 
 
 @triton.jit
-def _found(weight, goal):
+def _find_index(weight, goal):
     """Return the index at which the running sum passes the goal."""
     return tl.sum((tl.cumsum(weight, axis=0) <= goal).to(tl.int32), axis=0)
 
@@ -54,7 +65,7 @@ def draw_of_all(row_logits, n_vocab, n_chunks, row, sums, top, t, least, u, CHUN
     goal -= tl.max(tl.where(upto <= goal, upto, 0), axis=0)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     weight = weight_of(load(row_logits, ids, ids < n_vocab), top, t)
-    return chunk * CHUNK + _found(tl.where(weight >= least, weight, 0), goal)
+    return chunk * CHUNK + _find_index(tl.where(weight >= least, weight, 0), goal)
 
 
 @triton.jit
@@ -62,8 +73,8 @@ def _draw_of_list(row_logits, listed, n_listed, cut, room, top, t, least, u, LIS
     """Draw the token if all that the cut leaves are in the list."""
     i = tl.arange(0, LISTED)
     ids = tl.load(listed + i, mask=i < n_listed, other=0)
-    weight, _ = _kept(load(row_logits, ids, i < n_listed), cut, room, 0, top, t, least)
-    return tl.sum(tl.where(i == _found(weight, part_of(tl.sum(weight, axis=0), u)), ids, 0), axis=0)
+    weight, _ = _apply_cut(load(row_logits, ids, i < n_listed), cut, room, 0, top, t, least)
+    return tl.sum(tl.where(i == _find_index(weight, part_of(tl.sum(weight, axis=0), u)), ids, 0), axis=0)
 
 
 @triton.jit
@@ -76,7 +87,7 @@ def _draw_of_row(
     for first in range(0, n_vocab, TILE):
         if not _skip(best, row, n_chunks, first, cut, CHUNK, TILE, K):
             ids = first + tl.arange(0, TILE)
-            weight, tied = _kept(load(row_logits, ids, ids < n_vocab), cut, room, seen, top, t, least)
+            weight, tied = _apply_cut(load(row_logits, ids, ids < n_vocab), cut, room, seen, top, t, least)
             total += tl.sum(weight, axis=0)
             seen += tied
     goal = part_of(total, u)
@@ -85,10 +96,10 @@ def _draw_of_row(
     while (token < 0) & (first < n_vocab):
         if not _skip(best, row, n_chunks, first, cut, CHUNK, TILE, K):
             ids = first + tl.arange(0, TILE)
-            weight, tied = _kept(load(row_logits, ids, ids < n_vocab), cut, room, seen, top, t, least)
+            weight, tied = _apply_cut(load(row_logits, ids, ids < n_vocab), cut, room, seen, top, t, least)
             here = tl.sum(weight, axis=0)
             if here > goal:
-                token = first + _found(weight, goal)
+                token = first + _find_index(weight, goal)
             goal -= here
             seen += tied
         first += TILE
@@ -96,7 +107,7 @@ def _draw_of_row(
 
 
 @triton.jit
-def _between(row_logits, n_vocab, n_chunks, row, best, lo, hi, top, t, CHUNK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+def _sum_between(row_logits, n_vocab, n_chunks, row, best, lo, hi, top, t, CHUNK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
     """Return number and weight of the row's tokens with keys from `lo` to below `hi`."""
     number, weight = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for first in range(0, n_vocab, TILE):
@@ -141,7 +152,7 @@ def cut_and_draw(
     cells = tl.load(sums + (row * n_chunks + c) * PIVOTS + j[None, :], mask=c < n_chunks, other=0)
     numbers = tl.sum((cells >> _COUNT_SHIFT) & 0xFFF, axis=0)
     weights = tl.sum(cells & _WEIGHT_MASK, axis=0)
-    keys = pivot(top, t, j)
+    keys = compute_pivot(top, t, j)
     above = peak + 1
     by_number = (top_k > 0) & (top_k < tl.max(numbers, axis=0))
     total = tl.max(weights, axis=0)
@@ -163,8 +174,8 @@ def cut_and_draw(
                     number_above = tl.sum(tl.where(j == at - 1, numbers, 0), axis=0)
                     weight_above = tl.sum(tl.where(j == at - 1, weights, 0), axis=0)
                 while (number - number_above > LISTED) & (lo + 1 < hi):
-                    middle = halfway(lo, hi)
-                    n, w = _between(row_logits, n_vocab, n_chunks, row, best, middle, hi, top, t, CHUNK, TILE, K)
+                    middle = find_middle(lo, hi)
+                    n, w = _sum_between(row_logits, n_vocab, n_chunks, row, best, middle, hi, top, t, CHUNK, TILE, K)
                     if tl.where(phase == 0, number_above + n, weight_above + w) >= goal:
                         lo, number = middle, number_above + n
                     else:
@@ -182,7 +193,7 @@ def cut_and_draw(
             worth = tl.where(phase == 0, 1, weight)
             base = tl.where(phase == 0, number_above, weight_above)
             while lo + 1 < hi:
-                middle = halfway(lo, hi)
+                middle = find_middle(lo, hi)
                 if base + tl.sum(tl.where(key >= middle, worth, 0), axis=0) >= goal:
                     lo = middle
                 else:

@@ -116,7 +116,7 @@ class Pass:
         return torch.as_tensor(np.asarray(x, np.int32)).to(self.keys.device)
 
     def workspace(self, n_places: int) -> AttentionWorkspace:
-        return AttentionWorkspace.make(
+        return AttentionWorkspace.allocate(
             n_places, self.rows_per_item, self.shape.heads, self.shape.kv_heads, self.shape.dim, self.keys.device
         )
 

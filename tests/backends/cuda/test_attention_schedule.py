@@ -18,7 +18,7 @@ def shares_of(lengths: list[int], n_programs: int, n_places: int | None = None, 
     items = np.stack([ends - rows, ends], 1).astype(np.int32)
     positions = np.concatenate([np.arange(n - rows, n) for n in lengths]).astype(np.int32)
     if n_places is None:
-        n_places = AttentionSchedule.of(n_programs, len(lengths), max(lengths), 1 << 20).n_places
+        n_places = AttentionSchedule.build(n_programs, len(lengths), max(lengths), 1 << 20).n_places
     found = np.full((len(lengths) + n_programs, WORDS), 7, np.int32)
     n = fill_schedule(positions, items, np.arange(len(lengths), dtype=np.int32), n_programs, n_places, found)
     assert not found[n:].any()
@@ -78,7 +78,7 @@ def test_every_split_is_taken_once(name: str) -> None:
             places.append((mine[0][5], mine[0][5] + (1 if len(mine) == 1 else n_kept(n))))
         places.sort()
         assert all(end <= first for (_, end), (first, _) in pairwise(places))
-        assert places[-1][1] <= AttentionSchedule.of(n_programs, len(longer), max(longer), 1 << 20).n_places
+        assert places[-1][1] <= AttentionSchedule.build(n_programs, len(longer), max(longer), 1 << 20).n_places
 
 
 def test_without_places_one_program_takes_all() -> None:
@@ -103,4 +103,6 @@ def test_there_is_room_for_what_a_bucket_can_hold() -> None:
     for _ in range(50):
         n_items, most, n_programs = int(rng.integers(1, 40)), int(rng.integers(1, 20000)), int(rng.integers(1, 300))
         lengths = [int(n) for n in rng.integers(1, most + 1, n_items)]
-        assert len(shares_of(lengths, n_programs)) <= AttentionSchedule.of(n_programs, n_items, most, 1 << 20).room(n_items, most)
+        assert len(shares_of(lengths, n_programs)) <= AttentionSchedule.build(n_programs, n_items, most, 1 << 20).get_max_shares(
+            n_items, most
+        )

@@ -28,12 +28,12 @@ def compiled() -> None:
         assert names <= every
         experts = {"_choose", "_sort_pairs", "_multiply_pairs", "_multiply_packed_pairs", "_activate_clamped", "_sum_experts"}
         recurrent = {"_convolve_rows", "_advance_states", "_gate_heads", "_keep_inputs", "_gate_attention"}
-        assert every - names <= recurrent | experts | {"_write_kv", "_add_up", "_quantised", "_dequantise"}  # of other models
+        assert every - names <= recurrent | experts | {"_write_kv", "_add_up", "_multiply_quantised", "_dequantise"}  # of other models
         assert len(found) == len(set(found))
     found = compile_kernels.list_variants(read_shape("SmolLM2-135M"), torch.bfloat16, 80, rows=(1, 300), blocks="Q4_K")
-    quantised = [variant for variant in found if variant.fn.__name__ in ("_quantised", "_dequantise")]
+    quantised = [variant for variant in found if variant.fn.__name__ in ("_multiply_quantised", "_dequantise")]
     assert {dict(variant.constants)["BITS"] for variant in quantised} == {4, 5}
-    assert "_product" not in {variant.fn.__name__ for variant in found}
+    assert "_multiply" not in {variant.fn.__name__ for variant in found}
     (gated,) = (variant for variant in found if variant.fn.__name__ == "_gated_activation")
     for capability in compile_kernels.PROCESSORS:
         assert compile_kernels.compile_variant(gated, capability) == ""

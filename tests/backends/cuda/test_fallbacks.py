@@ -72,7 +72,7 @@ def test_a_pass_that_cannot_be_captured(
         return run
 
     small.take_on_trust(monkeypatch)
-    monkeypatch.setattr(runner_module, "recorder", lambda device: record)
+    monkeypatch.setattr(runner_module, "make_recorder", lambda device: record)
     for refused in ((), (1, 4)):
         captured.clear()
         caplog.clear()
@@ -117,7 +117,7 @@ def test_layers_that_do_not_compile_are_computed_by_the_models_own(
     device: str, reference: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     small.take_on_trust(monkeypatch)
-    monkeypatch.setattr(layers, "gated", fails)
+    monkeypatch.setattr(layers, "compute_gated_activation", fails)
     runner = bind(device)
     assert isinstance(runner._decoder, ModulesDecoder)
     (line,) = warnings(caplog)
@@ -138,7 +138,9 @@ def test_products_that_do_not_compile_are_the_vendors(
         launch(self, x, *others)
 
     monkeypatch.setattr(CudaProduct, "_launch", some)
-    monkeypatch.setattr(runner_module, "violation", lambda product, counts: None if len(product.partial(product.weight[:1])) else "")
+    monkeypatch.setattr(
+        runner_module, "find_violation", lambda product, counts: None if len(product.compute_partials(product.weight[:1])) else ""
+    )
     runner = bind(device)
     assert isinstance(runner._decoder, CudaDecoder)
     assert runner.exactness == "numerical"
@@ -167,7 +169,7 @@ def test_without_a_compiler_or_headers_they_are_named(error: Exception, named: s
     def properties(index: int) -> None:
         raise error
 
-    monkeypatch.setattr(device, "_properties", properties)
+    monkeypatch.setattr(device, "_read_properties", properties)
     with pytest.raises(MissingPackageError, match=named):
         device.get_limits.__wrapped__(CUDA)
 
@@ -175,14 +177,14 @@ def test_without_a_compiler_or_headers_they_are_named(error: Exception, named: s
 def test_the_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     device.get_limits.cache_clear()
     for shared, stages in ((227 << 10, 3), (99 << 10, 2), (64 << 10, 1)):
-        monkeypatch.setattr(device, "_properties", lambda index, shared=shared: {"multiprocessor_count": 30, "max_shared_mem": shared})
+        monkeypatch.setattr(device, "_read_properties", lambda index, shared=shared: {"multiprocessor_count": 30, "max_shared_mem": shared})
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
         assert device.get_limits(CUDA) == device.DeviceLimits(30, shared, 8)
-        assert paged_attention._stages(128, 32, 2, CUDA) == stages
+        assert paged_attention._choose_stages(128, 32, 2, CUDA) == stages
         device.get_limits.cache_clear()
 
 
 def test_wide_heads_leave_room_for_what_is_beside_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """32 columns of heads of 256: three tiles in flight took 237,568 bytes on an H100, which has 232,448."""
     monkeypatch.setattr(paged_attention, "get_limits", lambda _: device.DeviceLimits(132, 227 << 10, 9))
-    assert [paged_attention._stages(256, columns, 2, CUDA) for columns in (16, 32)] == [3, 2]
+    assert [paged_attention._choose_stages(256, columns, 2, CUDA) for columns in (16, 32)] == [3, 2]

@@ -80,7 +80,7 @@ def test_a_walk_begins_every_step_with_the_state_of_the_rows_parent() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak)])
 def test_our_own_kernels_throughout(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Binding compares the logits with transformers' own, and chunks, a chain, trees and accepted paths with token by token."""
-    monkeypatch.setattr(runner_module, "violation", lambda product, counts: None)
+    monkeypatch.setattr(runner_module, "find_violation", lambda product, counts: None)
     monkeypatch.setattr(runner_module, "LONG_TEXT", 18)
     monkeypatch.setattr(Runner, "self_test", lambda self: self.rows_are_independent(self._logits_of, 6))
     runner = bind(device, dtype, max_len=32)
@@ -110,7 +110,7 @@ def test_hybrids_with_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_path_that_is_not_replayed_is_found(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "violation", lambda product, counts: None)
+    monkeypatch.setattr(runner_module, "find_violation", lambda product, counts: None)
     monkeypatch.setattr(Runner, "self_test", lambda self: True)
     monkeypatch.setattr(CudaRunner, "_test_pieces", lambda self, n: True)
     monkeypatch.setattr(CudaRecurrentPool, "note_path", lambda *_: None)
@@ -159,7 +159,7 @@ def stage(pool: CudaRecurrentPool, slot: int, n: int, start: int = 0) -> np.ndar
     """Note a pass over n tokens of a sequence; its words in `RecurrentRows.spans`."""
     batch = pack([Span(slot, np.zeros(n, np.int32), start)], pool)
     spans, table = np.zeros((1, 72), np.int32), np.zeros((n, ROW_WORDS), np.int32)
-    pool.stage(batch, spans, table)
+    pool.stage_batch(batch, spans, table)
     pool.note_pass(batch)
     return spans[0]
 

@@ -39,14 +39,14 @@ def test_add_norm(width: int, n_partials: int, biased: bool, dtype: torch.dtype,
     layers.add_norm(summed, partials, bias, weight, EPS, out)
     assert torch.equal(summed, new)
     torch.testing.assert_close(out, reference(new), rtol=4 * STEP[dtype], atol=1e-6)
-    torch.testing.assert_close(layers.norm(new, weight, EPS), out, rtol=4 * STEP[dtype], atol=1e-6)
+    torch.testing.assert_close(layers.compute_norm(new, weight, EPS), out, rtol=4 * STEP[dtype], atol=1e-6)
 
 
 def test_weights_in_float32_are_multiplied_before_rounding(device: str) -> None:
     x, weight = random(4, 200).to(device, torch.bfloat16), 0.1 * random(200, seed=1).to(device, torch.bfloat16)
     reference = GemmaRMSNorm(200, EPS)
     reference.weight = torch.nn.Parameter(weight)
-    torch.testing.assert_close(layers.norm(x, 1 + weight.float(), EPS), reference(x), rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(layers.compute_norm(x, 1 + weight.float(), EPS), reference(x), rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("activation", layers.ACTIVATIONS)
@@ -56,9 +56,9 @@ def test_gated(activation: str, width: int, n_partials: int, dtype: torch.dtype,
     partials[..., :4] = torch.tensor([60.0, -60.0, 1e4, -1e4])  # what exp overflows on
     gate, up = product(partials, bias, dtype).split(width, dim=1)
     expected = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[activation](gate) * up
-    out = layers.gated(partials, bias, activation=activation, dtype=dtype)
+    out = layers.compute_gated_activation(partials, bias, activation=activation, dtype=dtype)
     torch.testing.assert_close(out, expected, rtol=4 * STEP[dtype], atol=4e-6)
-    assert torch.equal(out, layers.gated(product(partials, bias, dtype)[None], None, torch.empty_like(out), activation))
+    assert torch.equal(out, layers.compute_gated_activation(product(partials, bias, dtype)[None], None, torch.empty_like(out), activation))
 
 
 def test_embed(dtype: torch.dtype, device: str) -> None:
@@ -73,23 +73,23 @@ def test_rows_do_not_depend_on_their_number_nor_on_that_of_partial_sums(dtype: t
     total = ((partials[0] + partials[1]) + partials[2])[None]
     among = x.clone()
     normed = layers.add_norm(among, partials, None, weight, EPS)
-    both = layers.gated(partials, None, dtype=dtype)
+    both = layers.compute_gated_activation(partials, None, dtype=dtype)
     for i in (0, 4, 8):
         row, sums = x[i : i + 1].clone(), total[:, i : i + 1].contiguous()
         assert torch.equal(layers.add_norm(row, sums, None, weight, EPS)[0], normed[i])
         assert torch.equal(row[0], among[i])
-        assert torch.equal(layers.gated(sums, None, dtype=dtype)[0], both[i])
+        assert torch.equal(layers.compute_gated_activation(sums, None, dtype=dtype)[0], both[i])
 
 
 def test_refuses_what_would_be_computed_otherwise(device: str) -> None:
     x, partials = torch.zeros(2, 8, device=device), torch.zeros(1, 2, 8, device=device)
     with pytest.raises(ValueError, match="relu"):
-        layers.gated(partials, None, activation="relu")
+        layers.compute_gated_activation(partials, None, activation="relu")
     with pytest.raises(AssertionError, match="rounded"):
-        layers.gated(partials.half(), x[0])
+        layers.compute_gated_activation(partials.half(), x[0])
     with pytest.raises(AssertionError, match="multiples of 16"):
-        layers.norm(torch.zeros(17, device=device)[1:].view(2, 8), x[0], EPS)
-    for empty in (layers.add_norm(x[:0], partials[:, :0], None, x[0], EPS), layers.norm(x[:0], x[0], EPS)):
+        layers.compute_norm(torch.zeros(17, device=device)[1:].view(2, 8), x[0], EPS)
+    for empty in (layers.add_norm(x[:0], partials[:, :0], None, x[0], EPS), layers.compute_norm(x[:0], x[0], EPS)):
         assert empty.shape == (0, 8)
 
 
@@ -101,7 +101,7 @@ def compiled() -> None:
         row = layers._whole_row(width, torch.device("cpu"))
         launches = [(layers._add_norm, {"BLOCK": row["BLOCK"]}, row["num_warps"])]
         if width == 4096:
-            launches += [(layers._norm, {"BLOCK": width}, row["num_warps"])]
+            launches += [(layers._compute_norm, {"BLOCK": width}, row["num_warps"])]
             launches += [(layers._gated_activation, {"ACTIVATION": "silu", "BLOCK": 512}, 4)]
         for fn, constants, warps in launches:
             constants["OVERLAP"] = capability >= 90

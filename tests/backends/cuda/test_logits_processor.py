@@ -17,7 +17,7 @@ from ngramspec.backends.cuda import logits_processor
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.graph_inputs import Bucket, GraphInputs
-from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust
+from ngramspec.backends.cuda.logits_processor import PenaltyEntries, adjust_logits
 from ngramspec.engine.sequence import Sequence, SequenceOptions
 from ngramspec.errors import InvalidInputError
 from ngramspec.kv_cache.blocks import BlockTables
@@ -42,7 +42,7 @@ def make_sampler(rng: np.random.Generator, how: dict[str, Any]) -> tuple[Sampler
     prompt = rng.integers(0, VOCAB, 6).astype(np.int32)
     sampler = Sampler(SamplingParams(**how), index=0, seed=0, prompt=prompt, vocab_size=VOCAB, stop_ids=STOPS)
     if rng.random() < 0.5:
-        sampler.entries()  # before the tokens come, or after
+        sampler.list_entries()  # before the tokens come, or after
     output = rng.integers(0, VOCAB, rng.integers(1, 6)).astype(np.int32)
     for token in output.tolist():
         sampler.accept(token)
@@ -98,7 +98,7 @@ def test_rows_are_the_hosts(block: int, some: bool, device: str) -> None:
         logits = torch.from_numpy(rows[wanted]).to(where)
         with np.errstate(all="ignore"):  # the interpreter computes with numpy
             index = torch.from_numpy(batch.logits_rows).to(where) if some else None
-            adjust(logits, index, inputs._adjusting.entries, inputs.device, block)
+            adjust_logits(logits, index, inputs._adjusting.entries, inputs.device, block)
         found = dict(zip(wanted.tolist(), logits.cpu().numpy(), strict=True))
         for s, span in enumerate(spans):
             root = int(batch.roots[s])
@@ -125,11 +125,11 @@ def test_more_entries_than_there_is_room_for_are_the_hosts_business() -> None:
         sampler, text = make_sampler(rng, KINDS[how])
         assert pool.reserve(slot, len(text))
         spans.append(Span(slot, text[-1:], len(text) - 1, sampler=sampler, n_prompt=6))
-    held = [len(span.sampler.entries()) for span in spans if span.sampler is not None]
+    held = [len(span.sampler.list_entries()) for span in spans if span.sampler is not None]
     small = PenaltyEntries(torch.device("cpu"), room=held[0] + held[1] - 1)
     names = ("entries", "n_entries", "held", "repetition", "presence", "frequency")
     rows = {name: np.full(3, 9, np.float32 if name in names[3:] else np.int32) for name in names}
-    assert small.stage(pack(spans, pool), rows) == [True, False, True]
+    assert small.stage_entries(pack(spans, pool), rows) == [True, False, True]
     assert rows["n_entries"].tolist() == [held[0], 0, 0]
 
 
@@ -182,7 +182,9 @@ def compiled() -> None:
     for capability in (80, 90):
         for wanted in (False, True):
             constants = {"WANTED": wanted, "BLOCK": logits_processor.BLOCK, "WORDS": logits_processor.WORDS}
-            types = {name: kinds[name] for name in logits_processor._adjust.arg_names if name not in constants}
-            made = compile_kernel(logits_processor._adjust, types, constants, capability=capability, num_warps=4, enable_fp_fusion=False)
+            types = {name: kinds[name] for name in logits_processor._adjust_logits.arg_names if name not in constants}
+            made = compile_kernel(
+                logits_processor._adjust_logits, types, constants, capability=capability, num_warps=4, enable_fp_fusion=False
+            )
             check_limits(made, capability)
             assert made.count(r"div\.(full|approx)|(div|mul|add|sub|fma)\.rn\.ftz|\bfma\.rn") == 0

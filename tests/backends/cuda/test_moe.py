@@ -91,7 +91,7 @@ def test_texts_are_transformers_and_drafts_and_mates_change_no_bit(family: str, 
 
 
 def test_the_self_test_covers_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "violation", lambda product, counts: None)
+    monkeypatch.setattr(runner_module, "find_violation", lambda product, counts: None)
     monkeypatch.setattr(expert_kernels, "CHECKED_PAIRS", (1, 17))
     monkeypatch.setattr(Runner, "self_test", lambda self: self.rows_are_independent(self._logits_of, 2))
     monkeypatch.setattr(CudaRunner, "_test_pieces", lambda self, n: True)

@@ -186,7 +186,7 @@ def test_the_memory_that_is_asked_for_is_what_is_held(kind: str, device: str, tm
 def test_blocks_that_are_joined_with_numbers_are_kept_once(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small.take_on_trust(monkeypatch)
     model = load(tiny_gguf.write(tmp_path / "m.gguf", kind="Q8_0", kinds={"attn_k": "F16"}, std=0.1), torch.bfloat16, device)
-    before = model.model.layers[0].self_attn.q_proj.packed.dense(torch.bfloat16)
+    before = model.model.layers[0].self_attn.q_proj.packed.dequantise(torch.bfloat16)
     stack = bind(model)._decoder
     assert isinstance(stack, CudaDecoder)
     whole, attn = stack.layers[0].mixer.qkv.weight, model.model.layers[0].self_attn  # type: ignore[attr-defined]

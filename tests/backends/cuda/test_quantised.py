@@ -11,7 +11,7 @@ import torch
 from ngramspec.backends.cuda.expert_kernels import PairProduct, sort_pairs
 from ngramspec.backends.cuda.packed_experts import PackedExpertWeight, PackedPairProduct
 from ngramspec.backends.cuda.quantised import FORMATS, CudaQuantisedProduct, concatenate_packed, pack
-from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, violation
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, find_violation
 from ngramspec.models.tensor_source import dequantise
 
 ROWS = (1, 2, 5, 16, 17, 32) if torch.cuda.is_available() else (2, 17)  # under the interpreter a tile of either width
@@ -38,7 +38,7 @@ def same(product: CudaQuantisedProduct, dense: torch.Tensor, rows: tuple[int, ..
     assert plain.splits == product.splits
     for n in rows:
         x = torch.randn(n, product.n_in, generator=torch.Generator().manual_seed(n)).to(product.device, product.dtype)
-        assert torch.equal(product.partial(x), plain.partial(x)), n
+        assert torch.equal(product.compute_partials(x), plain.compute_partials(x)), n
         assert torch.equal(product(x), plain(x)), n
 
 
@@ -46,9 +46,9 @@ def same(product: CudaQuantisedProduct, dense: torch.Tensor, rows: tuple[int, ..
 def test_blocks_hold_the_weights_that_gguf_makes_of_them(kind: str, device: str) -> None:
     raw = blocks(kind, 9, columns(kind, 352))
     packed = pack(kind, torch.from_numpy(raw).to(device))
-    assert torch.equal(packed.dense(torch.float32).cpu(), torch.from_numpy(dequantise(kind, raw)))
+    assert torch.equal(packed.dequantise(torch.float32).cpu(), torch.from_numpy(dequantise(kind, raw)))
     some = torch.tensor([7, 0, 7], device=device)
-    assert torch.equal(packed.rows(some, torch.float32).cpu(), torch.from_numpy(dequantise(kind, raw[some.cpu()])))
+    assert torch.equal(packed.dequantise_rows(some, torch.float32).cpu(), torch.from_numpy(dequantise(kind, raw[some.cpu()])))
     assert pack(kind, torch.from_numpy(blocks(kind, 64, 1024))).n_bytes <= 1.07 * blocks(kind, 64, 1024).nbytes
 
 
@@ -76,16 +76,16 @@ def test_weights_of_several_formats_are_one_product(device: str) -> None:
     packed = [pack(kind, torch.from_numpy(raw).to(device)) for (kind, _), raw in zip(kinds, raws, strict=True)]
     product = CudaQuantisedProduct([concatenate_packed(packed[:2]), packed[2]], None, torch.bfloat16, n_sms=4)
     dense = torch.cat([torch.from_numpy(dequantise(kind, raw)) for (kind, _), raw in zip(kinds, raws, strict=True)]).to(device)
-    assert torch.equal(torch.cat([part.dense(torch.bfloat16) for part in product.parts]), dense.to(torch.bfloat16))
-    second = product.parts[0].part(64, 104)
-    assert torch.equal(second.dense(torch.float32), dense[64:104])
+    assert torch.equal(torch.cat([part.dequantise(torch.bfloat16) for part in product.parts]), dense.to(torch.bfloat16))
+    second = product.parts[0].select_rows(64, 104)
+    assert torch.equal(second.dequantise(torch.float32), dense[64:104])
     same(CudaQuantisedProduct([second], None, torch.bfloat16, n_sms=4), dense[64:104], (3,))
     same(product, dense, (1, 17, 70))
 
 
 def test_rows_do_not_depend_on_their_number(device: str) -> None:
     packed = pack("Q4_1", torch.from_numpy(blocks("Q4_1", 40, 1056)).to(device))
-    assert violation(CudaQuantisedProduct([packed], None, torch.float16, n_sms=4), [33]) is None
+    assert find_violation(CudaQuantisedProduct([packed], None, torch.float16, n_sms=4), [33]) is None
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("Q4_K", torch.bfloat16), ("Q6_K", torch.float16), ("Q8_0", torch.float32)], ids=str)

@@ -10,7 +10,7 @@ import torch
 from aot import SHARED_LIMIT, check_limits, compile_kernel
 
 from ngramspec.backends.cuda import row_invariant_linear
-from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, Tile, add_up, choose_splits, choose_tile, violation
+from ngramspec.backends.cuda.row_invariant_linear import CudaProduct, Tile, add_up, choose_splits, choose_tile, find_violation
 
 H200 = 132
 SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (3584, 18944), (3072, 2048), (576, 576), (576, 1536)]
@@ -34,7 +34,7 @@ def test_product_against_float64(n_out: int, n_in: int, rows: int, dtype: torch.
     expected = x.double() @ product.weight.double().T + product.bias.double()
     torch.testing.assert_close(product(x, dtype=torch.float32).double(), expected, rtol=1e-4, atol=2e-4)
     assert torch.equal(product(x), product(x, dtype=torch.float32).to(dtype))
-    sums = product.partial(x)
+    sums = product.compute_partials(x)
     assert sums.shape == product.workspace_shape(rows)
     out = torch.empty(rows, n_out, dtype=dtype, device=device)
     add_up(sums, product.bias, out)
@@ -42,15 +42,15 @@ def test_product_against_float64(n_out: int, n_in: int, rows: int, dtype: torch.
 
 
 def test_rows_do_not_depend_on_their_number(dtype: torch.dtype, device: str) -> None:
-    assert violation(make(40, 1030, dtype, device, bias=True), [17]) is None
-    assert violation(make(20, 40, dtype, device), [33]) is None
+    assert find_violation(make(40, 1030, dtype, device, bias=True), [17]) is None
+    assert find_violation(make(20, 40, dtype, device), [33]) is None
 
 
 def test_whole_sums_have_the_bits_of_partial_sums(dtype: torch.dtype, device: str) -> None:
     product = make(66, 2600, dtype, device)
     assert product.splits == 4
     x = rows_of(product, 5)
-    sums, whole = product.partial(x), torch.empty(1, 5, 66, device=device)
+    sums, whole = product.compute_partials(x), torch.empty(1, 5, 66, device=device)
     product._launch(x, None, whole)
     assert torch.equal(((sums[0] + sums[1]) + sums[2]) + sums[3], whole[0])
     assert not torch.equal(sums[0] + ((sums[1] + sums[2]) + sums[3]), whole[0])  # so the order is one that can be told
@@ -76,8 +76,8 @@ def test_check_finds_rows_that_depend_on_their_number(device: str, monkeypatch: 
         out *= 1 + 2**-23 * (len(x) == 17)
 
     monkeypatch.setattr(CudaProduct, "_launch", other)
-    assert violation(product, [1, 2, 16]) is None
-    assert violation(product, [1, 2, 20]) == "product with a weight of (40, 70) at 17 rows in 1 pieces"
+    assert find_violation(product, [1, 2, 16]) is None
+    assert find_violation(product, [1, 2, 20]) == "product with a weight of (40, 70) at 17 rows in 1 pieces"
 
 
 def test_refuses_what_it_cannot_multiply(device: str) -> None:
@@ -87,7 +87,7 @@ def test_refuses_what_it_cannot_multiply(device: str) -> None:
     with pytest.raises(AssertionError, match="columns"):
         product(torch.zeros(1, 69, device=device))
     with pytest.raises(AssertionError, match="out is"):
-        product.partial(torch.zeros(1, 70, device=device), torch.zeros(2, 1, 40, device=device))
+        product.compute_partials(torch.zeros(1, 70, device=device), torch.zeros(2, 1, 40, device=device))
     assert product(torch.zeros(0, 70, device=device)).shape == (0, 40)
 
 
@@ -120,7 +120,7 @@ def compiled() -> None:
             tile = replace(tile, stages=stages)
             constants = {"BLOCK_N": tile.n, "BLOCK_R": tile.rows, "BLOCK_K": tile.k, "STEP": row_invariant_linear.GRANULE}
             kernel = compile_kernel(
-                row_invariant_linear._product,
+                row_invariant_linear._multiply,
                 {"weight": f"*{name}", "x": f"*{name}", "out": "*fp32"} | types,
                 constants | {"bias": None, "EVEN": True, "SUMMED": summed, "ONCE": True, "OVERLAP": capability >= 90, "LINES": 8},
                 capability=capability,

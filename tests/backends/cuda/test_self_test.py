@@ -22,7 +22,7 @@ def bind(device: str) -> CudaRunner:
 
 def quick(patch: pytest.MonkeyPatch) -> None:
     """Without what tests of the runner run."""
-    patch.setattr(runner_module, "violation", lambda product, counts: None)
+    patch.setattr(runner_module, "find_violation", lambda product, counts: None)
     patch.setattr(Runner, "self_test", lambda self: True)
     patch.setattr(CudaRunner, "_test_pieces", lambda self, n: True)
 
@@ -45,7 +45,7 @@ def test_every_graph_is_compared_with_kernels_launched_one_by_one(
 
         return replay
 
-    monkeypatch.setattr(runner_module, "recorder", lambda device: record)
+    monkeypatch.setattr(runner_module, "make_recorder", lambda device: record)
     runner = bind(device)
     assert len(captured) == 3
     assert (runner.exactness, runner.violations) == ("bitwise", [])
@@ -76,7 +76,7 @@ def test_a_product_of_a_later_layer_is_named(device: str, monkeypatch: pytest.Mo
         seen.append((product.n_out, product.n_in))
         return "product with a weight of (32, 32) at 17 rows in 1 pieces" if seen.count((32, 32)) == 2 else None
 
-    monkeypatch.setattr(runner_module, "violation", some)
+    monkeypatch.setattr(runner_module, "find_violation", some)
     runner = small.bind("llama", torch.float32, device, narrow=True, n_layers=2, max_rows=2)
     assert runner.exactness == "numerical"
     assert "product with a weight of (32, 32) at 17 rows" in caplog.text
