@@ -131,7 +131,7 @@ def test_no_text_of_a_tool_is_a_control_token(name: str, at: str) -> None:
 def test_a_template_that_takes_no_system_message_is_told_of_tools_by_the_user() -> None:
     tokenizer = TEMPLATES["none"].tokenizer()
     tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + tokenizer.chat_template
-    text = Prompts(Tokenizing(tokenizer)).text([Turn("user", "hello")], TOOLS)  # type: ignore[arg-type]
+    text = Prompts(Tokenizing(tokenizer)).render_text([Turn("user", "hello")], TOOLS)  # type: ignore[arg-type]
     assert text.startswith("<|im_start|>user\n# Tools")
     assert "</tool_call>\n\nhello<|im_end|>" in text
 
@@ -295,7 +295,7 @@ def test_schemas_are_looked_up_nowhere_and_match_in_linear_time() -> None:
         [ToolDeclared.model_validate(declared(name, schema)) for name, schema in asked.items() if name != "none"], None, None
     )
     started = time.process_time()
-    fits = {name: box.known.fits(name, {"a": "a" * 5000 + "b"}) for name in box.known.schemas}
+    fits = {name: box.known.match_schema(name, {"a": "a" * 5000 + "b"}) for name in box.known.schemas}
     assert fits == {"outside": False, "file": False, "slow": False, "round": True, "good": True}
     assert time.process_time() - started < 5
 
