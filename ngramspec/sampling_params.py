@@ -13,7 +13,7 @@ from typing import TypedDict
 from ngramspec.errors import InvalidInputError
 from ngramspec.field_docs import document_fields
 from ngramspec.grammar.base import Grammar, GrammarKind
-from ngramspec.options import MAX_INT, Flag, Integer, Number, TextList, TokenIds, TokenNumbers, check, option
+from ngramspec.options import MAX_INT, Flag, Integer, Number, TextKind, TextList, TokenIds, TokenNumbers, check, option
 
 MAX_SEED, MAX_NEGATIVE_SEED = 2**64 - 1, 2**63
 MAX_STOPS = 64
@@ -86,6 +86,12 @@ class SamplingParams:
     grammar: Grammar | None = option(
         None, GrammarKind(), "What the text must look like: a JSON schema, a regular expression, choices or a grammar.", flags=None
     )
+    healed: str = option(
+        "",
+        TextKind(),
+        "The end of the prompt's text, if its token ids leave it out: the first tokens spell it, and it is no part of the output's text.",
+        flags=None,
+    )
     logprobs: int | None = option(
         None,
         Integer(-1, MAX_LOGPROBS, optional=True),
@@ -115,6 +121,8 @@ class SamplingParams:
         check(self)
         if self.min_tokens > self.max_tokens:
             raise InvalidInputError(f"min_tokens must be an integer from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.healed and (self.grammar is not None or self.allowed_token_ids is not None):
+            raise InvalidInputError("healed must be empty with a grammar or allowed_token_ids: they say how the output begins")
         put(self, "stop", tuple(self.stop))
         put(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
         put(self, "bad_words", tuple(self.bad_words))
@@ -152,6 +160,7 @@ class SamplingOptions(TypedDict, total=False):
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
     grammar: Grammar | None
+    healed: str
     logprobs: int | None
     prompt_logprobs: int | None
     logprob_token_ids: Sequence[int]

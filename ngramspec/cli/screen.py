@@ -73,7 +73,8 @@ class CompletionView:
         self._pieces: list[list[tuple[str, str | None]]] = [[] for _ in range(params.n)]
         self._n_tokens = [0] * params.n  # that deltas have brought
         self._n_chars = [0] * params.n
-        self._streams = [TextStream(tokenizer, prompt_ids, params.stop, params.min_tokens) for _ in range(params.n)] if drafts else []
+        stops, hidden = (params.stop, params.min_tokens), len(params.healed)
+        self._streams = [TextStream(tokenizer, prompt_ids, *stops, n_hidden=hidden) for _ in range(params.n)] if drafts else []
 
     def add(self, delta: Delta) -> None:
         self._n_tokens[delta.index] += len(delta.token_ids)

@@ -219,12 +219,20 @@ class ServerOptions(TypedDict, total=False):
             metavar="LINES",
         ),
     ]
+    fim_middle_lines: Annotated[
+        int,
+        option(
+            _LOAD,
+            "With --fim-order prefix-first, the middle begins at one of the last lines before the cursor, of this many, so that a key "
+            "changes only the prompt's end. Default: 8; 0: at the cursor, and the text after it is computed again at every key.",
+            metavar="LINES",
+        ),
+    ]
     fim_suffix_tokens: Annotated[
         int,
         option(
             _LOAD,
-            "Most tokens after the cursor in prompts of --fim-order prefix-first, which compute them again at every key. Default: 512, as "
-            "in llama.cpp's server; 0: all.",
+            "Most tokens after the cursor in prompts of --fim-order prefix-first. Default: 512, as in llama.cpp's server; 0: all.",
             metavar="N",
         ),
     ]

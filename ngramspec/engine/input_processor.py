@@ -7,12 +7,15 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import cached_property
 
 import numpy as np
 
 from ngramspec.engine.request import Hints
 from ngramspec.engine.sequence import Sequence, SequenceOptions
 from ngramspec.errors import InvalidInputError, PromptTooLongError
+from ngramspec.grammar.base import Constraint
+from ngramspec.grammar.healing import Healing
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import Choice, Completion
@@ -21,6 +24,7 @@ from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.tokenizer.detokenizer import NoText, SpecialTokens, TextStream
 from ngramspec.tokenizer.encode import Encoding, Prompt
+from ngramspec.tokenizer.spelling import Spelling
 
 
 class InputProcessor:
@@ -87,10 +91,12 @@ class InputProcessor:
         expected, chosen, tenant = hints.get("prediction"), hints.get("datastores"), hints.get("tenant", "")
         prediction = None
         if expected is not None:
+            if isinstance(expected, str):
+                expected = params.healed + expected
             prediction = self._encoding.match_line_ends(ids, self._encoding.encode(expected, "prediction", add_special_tokens=False))
         bad_words = [ids for word in params.bad_words for ids in self._list_spellings(word)]
         block_hashes = BlockHashes(tenant or "", ids) if self.shares_prefix(hints) else None
-        constraint = None if params.grammar is None else self._grammars.compile(params.grammar, tenant)
+        constraint = self._make_constraint(params, tenant)
         special = self._encoding.special_tokens
         stop_tokens = {special[text]: text for text in params.stop if text in special}
         options = SequenceOptions(
@@ -118,12 +124,30 @@ class InputProcessor:
             text: TextStream | NoText = NoText()
             if self._encoding.tokenizer is not None:
                 stops = params.stop, params.min_tokens, params.include_stop_str_in_output
-                text = TextStream(self._encoding.tokenizer, completion.prompt_token_ids, *stops, special_tokens)
+                hidden = len(params.healed)
+                text = TextStream(self._encoding.tokenizer, completion.prompt_token_ids, *stops, special_tokens, n_hidden=hidden)
             hashes = block_hashes and block_hashes.copy()
             seqs.append(Sequence(ids, params, sampler, text, options, index=index, block_hashes=hashes))
             completion.choices.append(seqs[-1].choice)
         completion.prompt_logprobs = seqs[0].prompt_logprobs
         return seqs
+
+    def _make_constraint(self, params: SamplingParams, tenant: str | None) -> Constraint | None:
+        """Return what the first output must follow, to be forked for each. Raises InvalidInputError, TokenizerError."""
+        if params.grammar is not None:
+            return self._grammars.compile(params.grammar, tenant)
+        if not params.healed:
+            return None
+        letters = self._spelling.to_letters(params.healed)
+        if letters is None:
+            raise InvalidInputError(f"healed must be text that this tokenizer's tokens can spell, got {params.healed!r:.80}")
+        constraint = Healing(self._spelling, letters)
+        constraint.mask()  # the vocabulary is sorted here once, and not in the engine's thread
+        return constraint
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self._encoding.get_backend("healed"), self._encoding.vocab_size)
 
     def _list_spellings(self, word: str) -> list[list[int]]:
         """Return the token ids by which a bad word can be written: as it is, and after a blank if that has as many tokens and another first

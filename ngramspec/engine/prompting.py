@@ -15,7 +15,7 @@ from ngramspec.engine.request import Files
 from ngramspec.errors import InvalidInputError, PromptTooLongError, UnsupportedModelError
 from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.chat_template import Prompts, Style
-from ngramspec.prompts.fim import Fim
+from ngramspec.prompts.fim import MIDDLE_LINES, Fim
 from ngramspec.prompts.messages import read_messages, read_tools
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class PromptMaker:
     @cached_property
     def fim(self) -> Fim | None:
         """The model's fill-in-the-middle format; None if it has none."""
-        return Fim.detect(self._encoding.tokenizer)
+        return Fim.detect(self._encoding.tokenizer, middle_lines=MIDDLE_LINES, heals=True)
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -62,10 +62,12 @@ class PromptMaker:
         for name, text in {"prefix": prefix, "suffix": suffix, **names}.items():
             check_unicode(text, name)
         length = self._max_model_len
+        is_healed, limit = params.grammar is None and params.allowed_token_ids is None, length - min(params.max_tokens, length // 2)
         try:
-            ids = self.fim.make_prompt(prefix, suffix, files, limit=length - min(params.max_tokens, length // 2), **names)
+            ids = self.fim.make_prompt(prefix, suffix, files, limit=limit, is_healed=is_healed, **names)
         except ValueError as error:
             raise PromptTooLongError(str(error)) from None
+        params = replace(params, healed=self.fim.find_unfinished(prefix) if is_healed else "")
         if params.ignore_eos:
             return ids, params
         return ids, replace(params, stop_token_ids=(*params.stop_token_ids, *self.fim.stop_ids))

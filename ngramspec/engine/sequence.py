@@ -68,8 +68,6 @@ class Sequence:
     """No draft is looked for in this pass: the sequence is unpredictable, and looking costs time."""
     streams = False
     """Somebody waits for the delta of each step."""
-    runs_natively: bool
-    """Its tokens need only a logits row, the seed and the position, and only they end it: it can run in native steps."""
     cooldown = last_cooldown = 0
     """Passes for which no draft will be made, and the length of the last such pause."""
 
@@ -95,7 +93,6 @@ class Sequence:
         self.last_token, self.previous_token = int(prompt[-1]), int(prompt[-2]) if self.n_prompt > 1 else -1
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
         self.min_tokens = params.min_tokens
-        self.runs_natively = not params.stop and sampler.on_device
         if params.prompt_logprobs is not None and index == 0:
             self.prompt_logprobs = [None]
         self.lacks_prompt_logprobs = self.prompt_logprobs is not None and self.n_prompt > 1
@@ -109,6 +106,11 @@ class Sequence:
     def tokens(self) -> np.ndarray:
         """[n_tokens] int32: prompt and output so far."""
         return self.buffer[: self.n_tokens]
+
+    @property
+    def runs_natively(self) -> bool:
+        """Whether its tokens need only a logits row, the seed and the position, and only they end it: it can run in native steps."""
+        return self.sampler.on_device and not self.params.stop
 
     @property
     def n_output(self) -> int:

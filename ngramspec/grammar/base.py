@@ -137,6 +137,11 @@ class Constraint(Protocol):
         """Whether the text is whole, so that nothing may follow."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """Whether any tokens may follow, for good."""
+        ...
+
     def mask(self) -> np.ndarray:
         """Return the tokens that may come next, [W] uint32: token t is bit t % 32 of word t // 32.
 

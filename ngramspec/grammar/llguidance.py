@@ -221,6 +221,10 @@ class GrammarState:
     def complete(self) -> bool:
         return self._matcher.is_stopped()
 
+    @property
+    def is_over(self) -> bool:
+        return False
+
     def mask(self) -> np.ndarray:
         if self._mask is None:
             if self._forced:

@@ -8,6 +8,7 @@ ids leave: control tokens are put between the encoded texts, in which no control
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +16,7 @@ from typing import Any, Literal, Self
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.prompts.chat_template import before_text
+from ngramspec.tokenizer.spelling import Spelling
 
 # The order of the parts: prefix, suffix, middle, as models are trained with; or suffix, then the prefix, behind which the middle goes on
 # (Bavarian et al., arXiv:2207.14255, section 3: SPM in the form that shares its tokens with the other order).
@@ -32,6 +34,13 @@ FEWEST_LINES = 32  # of a window, unless it is said how many it has
 # How many lines before a window begins elsewhere the prompt is named that it will have then (`list_next_prompts`): its 2,500 tokens take a
 # 1.5B model on two cores 11 s, and sixteen lines are rarely written in less than a minute.
 LINES_AHEAD = 16
+# The middle begins at one of so many lines before the cursor, the one before which the hash of two lines is least: it stays the same while
+# four or five lines are written, which compute only themselves. At the cursor, every key computes the text after it again.
+MIDDLE_LINES = 8
+# What is left out of a prompt at its end and spelled by the output's first tokens, since tokenizers would not end a token there: the
+# beginning of a word with a blank or a sign before it, digits, signs, or blanks.
+_UNFINISHED = re.compile(r"(?:[^\w\n]|_)?[^\W\d_]+\Z|\d{1,3}\Z| ?(?:[^\w\s]|_)+\Z|[^\S\n]+\Z")
+MAX_UNFINISHED = 64  # characters
 # Of more than MANY_FILES further files the first ones are left out, but for the last FEWEST_FILES. llama.vim sends 16 and drops about three
 # at every place that is visited; 60 functions of trio were written with 400,000 computed tokens of prompts instead of 1,060,000.
 MANY_FILES, FEWEST_FILES = 8, 4
@@ -108,27 +117,47 @@ FORMATS = (
 class Fim:
     """One tokenizer's way to fill in the middle. Threads may share it."""
 
-    def __init__(self, form: Format, tokenizer: Any, order: Order = "prefix-first", window: Window = 0, suffix_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        form: Format,
+        tokenizer: Any,
+        order: Order = "prefix-first",
+        window: Window = 0,
+        suffix_tokens: int = 0,
+        middle_lines: int = 0,
+        heals: bool = False,
+    ) -> None:
         """Read the control tokens' ids.
 
         `order`: what stands first where the format has a token before the middle; see `Order`. `window`: a prefix of this many lines is a
         window that moves with the cursor, and begins where `_begin_window` says; "any": every prefix of some length is. Unless it is 0,
         many further files begin where `_begin_files` says. `suffix_tokens`: the most tokens of the suffix that a prompt shows where the
-        suffix stands behind the prefix, and is therefore computed again at every key; 0: all of them.
+        suffix stands behind the prefix, and is computed again with it; 0: all of them. `middle_lines`: up to this many last lines of
+        the prefix stand at the beginning of the middle instead, so that a key changes the prompt's end alone; 0: none. `heals`: prompts
+        that end with lines of the prefix leave out what `find_unfinished` returns.
         """
-        self.format, self.order, self.window, self.suffix_tokens = form, order, window, suffix_tokens
+        self.format, self.order, self.window, self.suffix_tokens, self.middle_lines = form, order, window, suffix_tokens, middle_lines
         backend = tokenizer.backend_tokenizer
         self._added = _read_added_tokens(tokenizer)
         self._plain, self._control = make_plain_tokenizer(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
         self._bos = _find_bos_ids(tokenizer, form.bos)
         first = self._plain.encode("a", add_special_tokens=False).tokens[:1]
         self._has_implicit_blank = bool(first) and first[0][:1] in ("▁", "Ġ")
+        self._spelling = Spelling(backend, 0) if heals and (middle_lines or self._is_suffix_first) else None
         ends = {*form.required, *_ENDS, *([form.pad] if form.pad is not None else [])}
         self.stop_ids: tuple[int, ...] = tuple(sorted(self._added[token] for token in ends & self._added.keys()))
         """Ids that the middle never contains: whatever ends a text, and the format's own control tokens."""
 
     @classmethod
-    def detect(cls, tokenizer: Any, order: Order = "prefix-first", window: Window = 0, suffix_tokens: int = 0) -> Self | None:
+    def detect(
+        cls,
+        tokenizer: Any,
+        order: Order = "prefix-first",
+        window: Window = 0,
+        suffix_tokens: int = 0,
+        middle_lines: int = 0,
+        heals: bool = False,
+    ) -> Self | None:
         """Return the format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
 
         `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None. The rest: see
@@ -138,7 +167,7 @@ class Fim:
             return None
         added = _read_added_tokens(tokenizer)
         found = next((form for form in FORMATS if all(token in added for token in form.required)), None)
-        return None if found is None else cls(found, tokenizer, order, window, suffix_tokens)
+        return None if found is None else cls(found, tokenizer, order, window, suffix_tokens, middle_lines, heals)
 
     def make_prompt(
         self,
@@ -149,17 +178,28 @@ class Fim:
         limit: int | None = None,
         path: str = "filename",
         repo: str = "repository",
+        is_healed: bool = True,
     ) -> list[int]:
         """Return token ids that ask for the text between `prefix` and `suffix`.
 
         `extra`: further files or parts of files, (path, text), the least useful first; `path`: of the file being edited, and `repo`:
         the repository's name, both of which only a prompt with further files shows. `limit`: most tokens of the result. Where they do
         not fit, further files are left out, the first first; then the beginning of the prefix and the end of the suffix are cut off,
-        so that prefix and suffix keep 3:1. Raises ValueError where not even the control tokens fit.
+        so that prefix and suffix keep 3:1. `is_healed`: the output's first tokens will spell what `find_unfinished` returns, so that it
+        is left out, and the middle may begin before the cursor. Raises ValueError where not even the control tokens fit.
         """
         if self._is_window(prefix):
             prefix = "\n".join(_begin_window(prefix.split("\n")))
-        return self._write(prefix, suffix, extra, limit=limit, path=path, repo=repo)
+        if is_healed:
+            prefix = prefix.removesuffix(self.find_unfinished(prefix))
+        begun = _begin_middle(prefix, self.middle_lines) if is_healed and not self._is_suffix_first else len(prefix)
+        return self._write(prefix[:begun], suffix, extra, prefix[begun:], limit=limit, path=path, repo=repo)
+
+    def find_unfinished(self, prefix: str) -> str:
+        """Return the end of a prefix that the output's first tokens are to spell (`SamplingParams.healed`); nothing without `heals`."""
+        if self._spelling is None or (found := _UNFINISHED.search(prefix[-MAX_UNFINISHED - 1 :])) is None:
+            return ""
+        return found[0] if len(found[0]) <= MAX_UNFINISHED and self._spelling.to_letters(found[0]) is not None else ""
 
     def list_next_prompts(
         self, prefix: str, suffix: str, written: str, extra: Iterable[tuple[str, str]] = (), *, limit: int | None = None
@@ -193,12 +233,13 @@ class Fim:
         prefix: str,
         suffix: str,
         extra: Iterable[tuple[str, str]],
+        begun: str = "",
         *,
         limit: int | None,
         path: str = "filename",
         repo: str = "repository",
     ) -> list[int]:
-        """Return the prompt with this prefix, wherever it begins."""
+        """Return the prompt with this prefix, wherever it begins. `begun`: the beginning of the middle."""
         form = self.format
         files = [(name, text if text.endswith("\n") else text + "\n") for name, text in extra]
         files = _begin_files(files) if self.window else files
@@ -206,10 +247,15 @@ class Fim:
         if limit is not None and limit < fixed:
             raise ValueError(f"a prompt to fill in the middle has {fixed} control tokens; {limit} are not enough")
         room = None if limit is None else limit - fixed
+        middle = self._encode(begun, inner=True)
         tail = self._encode(suffix, inner=True)
         if self.suffix_tokens and not self._is_suffix_first:
             tail = tail[: self.suffix_tokens]
         head = self._encode(prefix, inner=bool(files) and form.file is None)
+        if room is not None:
+            if 2 * len(middle) > room < sum(map(len, (head, tail, middle))):  # the middle leaves too little for what is around it
+                return self._write(prefix + begun, suffix, extra, limit=limit, path=path, repo=repo)
+            room -= len(middle)
         lead, current = self._encode_names(path, repo)
         left = None if room is None else room - sum(map(len, (head, tail, lead, current)))
         chunks = self._last_files(files, left)
@@ -217,7 +263,7 @@ class Fim:
             head, lead, current = self._encode(prefix), [], []
         if room is not None and len(head) + len(tail) > room:
             head, tail = _cut_to_room(head, tail, room)
-        return self._assemble(head, tail, [*lead, *chain.from_iterable(chunks)], current)
+        return self._assemble(head, tail, [*lead, *chain.from_iterable(chunks)], current) + middle
 
     def _encode_names(self, path: str, repo: str) -> tuple[list[int], list[int]]:
         """Return ids of what stands before all further files, and of what names the file being edited."""
@@ -284,6 +330,19 @@ def _begin_window(lines: list[str]) -> list[str]:
     return lines[min(range(1, _end_quarter(lines)), key=lambda i: _rank_line(lines, i)) :]
 
 
+def _begin_middle(prefix: str, n_lines: int) -> int:
+    """Return where in a prefix the middle begins: at one of its last `n_lines` lines, at its end if that is 0.
+
+    Which line that is depends on the text before it alone: the one before which the hash of two lines is least.
+    """
+    if n_lines == 0:
+        return len(prefix)
+    lines = prefix.split("\n")
+    last = len(lines) - 1
+    first = min(range(max(last - n_lines + 1, min(last, 1)), last + 1), key=lambda i: _hash_lines(lines[max(i - 2, 0) : i]))
+    return len(prefix) - len("\n".join(lines[first:]))
+
+
 def _begin_later_windows(lines: list[str]) -> list[list[str]]:
     """Return the known lines of each window that begins elsewhere than the one before it, while it moves by up to LINES_AHEAD lines."""
     n = _end_quarter(lines)
@@ -299,7 +358,11 @@ def _end_quarter(lines: list[str]) -> int:
 
 def _rank_line(lines: list[str], i: int) -> tuple[bool, bytes]:
     """Return by what lines are compared: a window begins with the least."""
-    return lines[i][:1] in {"", " ", "\t", ")", "]", "}"}, hashlib.sha256("\n".join(lines[i : i + 2]).encode()).digest()
+    return lines[i][:1] in {"", " ", "\t", ")", "]", "}"}, _hash_lines(lines[i : i + 2])
+
+
+def _hash_lines(lines: list[str]) -> bytes:
+    return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
 def _begin_files(files: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -294,15 +294,11 @@ class Sampler:
         constraint: Constraint | None = None,
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Prepare the adjustments. `constraint`: state of the parameters' grammar, which the sampler owns; `bad_words`: as token ids."""
+        """Prepare the adjustments. `constraint`: of the text, which the sampler owns; `bad_words`: as token ids."""
         self.params, self.index, self.seed, self.constraint = params, index, seed, constraint
         self._vocab_size = vocab_size
-        self.on_device, self.greedy = on_device(params), params.temperature == 0
-        self.by_entries = _is_sparse(params) and params.logprobs is None
-        """Whether `list_entries` lists all adjustments."""
-        unusual = params.post_sampling_probs or params.logprob_token_ids
-        self.scores_few = _keeps_logits(params) and params.logprobs is not None and 0 <= params.logprobs <= KEPT and not unusual
-        """Whether logits are left as they are, and the top-k of the pass is enough for the log-probabilities wanted."""
+        self.greedy = params.temperature == 0
+        self._choose_path()
         self._entries: _Entries | None = None  # made when somebody asks
         self._temperature = np.float32(params.temperature)
         self.share, self.least = encode_top_p(params.top_p), encode_min_p(float(np.float32(params.min_p)))
@@ -319,6 +315,16 @@ class Sampler:
             self.in_prompt = np.zeros(vocab_size, np.bool_)
             self.in_prompt[prompt] = True
             self.counts = np.zeros(vocab_size, np.int32)
+
+    def _choose_path(self) -> None:
+        """Find out what of the sampler's work a device can do."""
+        params, free = self.params, self.constraint is None
+        self.on_device = free and on_device(params)
+        self.by_entries = free and _is_sparse(params) and params.logprobs is None
+        """Whether `list_entries` lists all adjustments."""
+        unusual = params.post_sampling_probs or params.logprob_token_ids
+        self.scores_few = free and _keeps_logits(params) and params.logprobs is not None and 0 <= params.logprobs <= KEPT and not unusual
+        """Whether logits are left as they are, and the top-k of the pass is enough for the log-probabilities wanted."""
 
     def fork(self) -> Sampler:
         """Return a copy in the same state, which may run ahead."""
@@ -344,6 +350,9 @@ class Sampler:
                 self._entries.count(token)
         if self.constraint is not None:
             self.constraint.accept(token)
+            if self.constraint.is_over:
+                self.constraint = None
+                self._choose_path()
 
     def list_entries(self, drafted: np.ndarray | None = None) -> np.ndarray:
         """Return what `adjust_logits` does at the next position, if `by_entries`: [n] of ENTRY, each token once.

@@ -50,10 +50,13 @@ def make_hints(request: GenerationFields, identity: Identity, engine: Engine) ->
     )
 
 
-def encode_prediction(hints: Hints, text: str | None, engine: Engine) -> None:
-    """Add the ids of the output that a request expects, if it expects one. May take a while. Raises InvalidInputError, TokenizerError."""
+def encode_prediction(hints: Hints, text: str | None, engine: Engine, healed: str = "") -> None:
+    """Add the ids of the output that a request expects behind `healed`, if it expects one. May take a while.
+
+    Raises InvalidInputError, TokenizerError.
+    """
     if text is not None:
-        hints["prediction"] = engine.encode_text(text)
+        hints["prediction"] = engine.encode_text(healed + text)
 
 
 def check_token_ids(bias: Mapping[str, float]) -> None:

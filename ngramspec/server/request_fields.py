@@ -19,6 +19,7 @@ from ngramspec.errors import GrammarError, TokenizerError
 from ngramspec.grammar.base import MAX_BYTES, MAX_CHOICES, Grammar
 from ngramspec.grammar.json_schema import prepare_lark
 from ngramspec.options import MAX_INT, ChoiceOf, Flag, Integer, Kind, Number, TextKind, TextList, TokenIds, options_of
+from ngramspec.prompts.fim import Fim
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import field_support
 from ngramspec.server.error_responses import ApiError, make_field_error, require
@@ -51,7 +52,7 @@ class StrictModel(BaseModel):
 Model = TypeVar("Model", bound=StrictModel)
 
 # Parameters that each dialect has in a shape, or under a name, of its own.
-OWN_SHAPE = frozenset({"max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "prompt_logprobs", "grammar"})
+OWN_SHAPE = frozenset({"max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "prompt_logprobs", "grammar", "healed"})
 # All others: the same field in every dialect. null and absence mean the dialect's default.
 SHARED = {name: option for name, option in options_of(SamplingParams).items() if name not in OWN_SHAPE}
 
@@ -96,6 +97,15 @@ def read_sampling_fields(request: StrictModel, other_names: Mapping[str, str] | 
     """Return what a request says of the parameters in `SHARED`; of two names for one, the parameter's own counts."""
     names = dict(other_names or {}) | {name: name for name in SHARED}
     return {name: value for field, name in names.items() if (value := getattr(request, field)) is not None}
+
+
+def read_unfinished(fim: Fim, prefix: str, request: GenerationFields, defaults: Mapping[str, Any]) -> str | None:
+    """Return what the output's first tokens are to spell of a prefix (`Fim.find_unfinished`); None if the request says how it begins.
+
+    `defaults`: the server's sampling parameters. Raises ApiError (400).
+    """
+    allowed = read_sampling_fields(request).get("allowed_token_ids", defaults.get("allowed_token_ids"))
+    return fim.find_unfinished(prefix) if allowed is None and read_grammar(request) is None else None
 
 
 # ------------------------------------------------------------------ the form of the answer

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.options import options_of
+from ngramspec.prompts.fim import MIDDLE_LINES
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.sampling_params import SamplingParams
 
@@ -141,7 +142,16 @@ def _read_template(value: Any) -> Any:
 
 
 # Sampling parameters that a server may have defaults of.
-DEFAULTS = frozenset(options_of(SamplingParams)) - {"n", "stop", "stop_token_ids", "logit_bias", "grammar", "logprobs", "prompt_logprobs"}
+DEFAULTS = frozenset(options_of(SamplingParams)) - {
+    "n",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "grammar",
+    "logprobs",
+    "prompt_logprobs",
+    "healed",
+}
 
 
 def _check_sampling(given: dict[str, Any]) -> dict[str, Any]:
@@ -236,8 +246,11 @@ class ServerSettings(BaseSettings):
     """Lines before the cursor that an editor sends of a file that has more; llama.vim's and llama.vscode's `n_prefix`. A prefix of as many
     begins with a line of its first quarter that stays the same while the cursor goes down, so that the prefix cache has the prompt's
     beginning after each new line. "any": every prefix of 32 lines or more does; 0: none."""
+    fim_middle_lines: int = Field(default=MIDDLE_LINES, ge=0)
+    """The middle of prompts with the prefix first begins at one of the last lines before the cursor, of this many, and a key changes the
+    prompt's end alone. 0: it begins at the cursor."""
     fim_suffix_tokens: int = Field(default=512, ge=0)
-    """Most tokens after the cursor in a prompt that shows them behind what stands before it, where they are computed again at every key;
+    """Most tokens after the cursor in a prompt with the prefix first, which are computed again whenever the middle begins elsewhere;
     llama.cpp's server keeps as many. 0: all."""
     fim_ahead: bool = True
     """While nothing else runs, compute into the prefix cache the prompt that follows if a suggestion is accepted, and that of the window

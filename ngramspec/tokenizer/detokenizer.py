@@ -50,12 +50,14 @@ class TextStream:
         min_tokens: int = 0,
         with_stop: bool = False,
         special: SpecialTokens = SpecialTokens.SKIPPED,
+        n_hidden: int = 0,
     ) -> None:
-        """Start the text after a prompt. `with_stop`: the stop string that ends the text is part of it."""
+        """Start the text after a prompt. `with_stop`: the stop string that ends the text is part of it. `n_hidden`: characters at the
+        beginning that are no part of the text."""
         self._pieces = _Detokenizer(_make_decoder(tokenizer, special), prompt_ids, _get_known_words(tokenizer, special))
         self._stops = [_StopMatcher(s) for s in stop]
         self._min_tokens, self._with_stop = min_tokens, with_stop
-        self._held = ""
+        self._held, self._n_hidden = "", n_hidden
         self.n_tokens = 0
         self.stopped_by: str | None = None
         """The complete stop string, after which the text has ended."""
@@ -75,6 +77,8 @@ class TextStream:
         return rest
 
     def _until_stop(self, piece: str) -> str:
+        if self._n_hidden:
+            piece, self._n_hidden = piece[self._n_hidden :], max(self._n_hidden - len(piece), 0)
         if not self._stops or not piece:
             return piece
         text = self._held + piece

@@ -366,6 +366,62 @@ def test_the_prompt_after_an_accepted_suggestion() -> None:
     assert list(fim.list_next_prompts("a", "s", "")) == []
 
 
+UNFINISHED = {
+    "    return w": " w", "x = self._sys": "_sys", "f(": "(", "f(a, ": " ", "x == ": " ", "x =": " =", "a\n    ": "    ", "a\n": "", "": "",
+    "total12": "12", "a1234": "234", "é": "é", "x.名": ".名", "_": "_", "a" * 80: "", "=" * 80: "", "  \t": "  \t", "getLoo": "getLoo",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", UNFINISHED)
+def test_what_is_left_for_the_output_to_spell(prefix: str) -> None:
+    healing, plain = Fim.detect(QWEN, middle_lines=1, heals=True), Fim.detect(QWEN)
+    suffix_first = Fim.detect(QWEN, "suffix-first", heals=True)
+    assert healing is not None
+    assert plain is not None
+    assert suffix_first is not None
+    piece = UNFINISHED[prefix]
+    assert healing.find_unfinished(prefix) == suffix_first.find_unfinished(prefix) == piece
+    assert plain.find_unfinished(prefix) == ""
+    rest = prefix.removesuffix(piece)
+    assert healing.make_prompt(prefix, SUFFIX, is_healed=False) == plain.make_prompt(prefix, SUFFIX)
+    for fim, shown in ((healing, rest.rpartition("\n")[2]), (suffix_first, rest)):
+        assert QWEN.decode(fim.make_prompt(prefix, SUFFIX)).endswith("<|fim_middle|>" + shown)
+
+
+def test_llama_leaves_out_only_what_its_tokens_spell() -> None:
+    fim = Fim.detect(sentencepiece_tokenizer(TOKENS["codellama"]), middle_lines=8, heals=True)
+    assert fim is not None
+    assert [fim.find_unfinished(text) for text in ("x de", "x xe", "a + ")] == [" de", "", " "]
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_middle_that_begins_before_the_cursor(name: str) -> None:
+    """While lines are typed, all before the middle stays the same for some lines, and the texts in order are what was typed."""
+    tokenizer = bytes_tokenizer(TOKENS[name])
+    fim, plain = Fim.detect(tokenizer, middle_lines=8, heals=True), detect(tokenizer)
+    assert fim is not None
+    written = "".join(f"def f{i}(x):\n    y = x + {i // 3}\n    return y\n\n" for i in range(30))
+    begun = []
+    for end in range(200, len(written)):
+        prefix = written[:end]
+        rest = prefix.removesuffix(fim.find_unfinished(prefix))
+        prompt = fim.make_prompt(prefix, SUFFIX, FILES)
+        if plain.format.middle is None:
+            assert prompt == plain.make_prompt(rest, SUFFIX, FILES)
+            continue
+        at = prompt.index(tokenizer.get_added_vocab()[plain.format.middle]) + 1
+        middle = tokenizer.decode(prompt[at:])
+        assert rest.endswith(middle)
+        assert middle.count("\n") < 8
+        head = rest.removesuffix(middle)
+        assert prompt[:at] == plain.make_prompt(head, SUFFIX, FILES)
+        assert head == "" or head.endswith("\n")
+        begun.append(len(head))
+    changes = sum(a != b for a, b in itertools.pairwise(begun))
+    assert changes < written[200:].count("\n") / 3
+    assert begun == sorted(begun)
+
+
 def test_not_even_the_control_tokens_fit() -> None:
     fim = detect(QWEN)
     assert len(fim.make_prompt("abc", "def", limit=3)) == 3
@@ -374,6 +430,7 @@ def test_not_even_the_control_tokens_fit() -> None:
 
 
 _FIMS = [detect(bytes_tokenizer(TOKENS[name])) for name in ("qwen", "codegemma", "starcoder2", "codestral", "deepseek")]
+_FIMS += [Fim(each.format, bytes_tokenizer(TOKENS[each.format.name]), middle_lines=3, heals=True) for each in _FIMS]
 _texts = st.text(st.sampled_from("ab \n<|fim_prefix|>é日"), max_size=60)
 
 

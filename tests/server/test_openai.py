@@ -471,8 +471,8 @@ def test_what_was_filled_in_before_is_the_next_draft(other: openai.OpenAI, plain
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_suffix_is_filled_in_before(other: openai.OpenAI, plain_engine: Engine, stream: bool) -> None:
     before, after, middle = plain_engine.tokenizer.convert_tokens_to_ids(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
-    prompt = [before, *ids("a <fim_middle>"), after, *ids("b"), middle]
-    expected = plain_engine.complete(prompt, SamplingParams(max_tokens=20, ignore_eos=True)).text
+    prompt = [before, after, *ids("b"), middle, *ids("a <fim_middle")]
+    expected = plain_engine.complete(prompt, SamplingParams(max_tokens=20, ignore_eos=True, healed=">")).text
     made: Any = other.completions.create(model="", prompt="a <fim_middle>", suffix="b", max_tokens=20, temperature=0, stream=stream, **FREE)
     assert (gathered(made)[0] if stream else made.choices[0].text) == expected
     ended = other.completions.create(model="", prompt="a", suffix="b", temperature=0, logit_bias={str(middle): 100})

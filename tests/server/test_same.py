@@ -20,7 +20,7 @@ from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
 
 from ngramspec.datastore.build import build
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.prompts.fim import Fim
+from ngramspec.prompts.fim import MIDDLE_LINES, Fim
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative.budget.threshold import SpeculationThreshold
 
@@ -45,12 +45,12 @@ class Ask:
 
 def asks(engine: Engine) -> list[Ask]:
     """Every kind of request, greedy and seeded, streaming and not, alone and two at a time, some with a hint that changes no token."""
-    fim = Fim.detect(engine.tokenizer)
+    fim = Fim.detect(engine.tokenizer, middle_lines=MIDDLE_LINES, heals=True)
     assert fim is not None
     hints: Iterator[dict[str, Any]] = itertools.cycle([{}, {"speculation": False}, {}, {"datastore": []}, {"prediction": SHARED}, {}, {}])
     made = []
     for number, (kind, sampled, stream) in enumerate(itertools.product(KINDS, (False, True), (False, True))):
-        text = f"{SHARED}def mul_{number % 3}(a, b):\n"
+        text, healed = f"{SHARED}def mul_{number % 3}(a, b):\n    ret", ""
         sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 30, "min_p": 0.01, "seed": number} if sampled else {"temperature": 0}
         n = 2 if sampled and kind in ("text", "chat") else 1
         common = {"ignore_eos": True, "stream": stream} | sampling | next(hints)
@@ -69,8 +69,8 @@ def asks(engine: Engine) -> list[Ask]:
             path, body = "/completion", {"prompt": text, "n_predict": N_TOKENS, "cache_prompt": bool(number % 2)}
         else:
             path, body = "/infill", {"input_prefix": text, "input_suffix": SUFFIX, "n_predict": N_TOKENS}
-            prompt = fim.make_prompt(text, SUFFIX)
-        params = SamplingParams(max_tokens=N_TOKENS, n=n, ignore_eos=True, **sampling)
+            prompt, healed = fim.make_prompt(text, SUFFIX), fim.find_unfinished(text)
+        params = SamplingParams(max_tokens=N_TOKENS, n=n, ignore_eos=True, healed=healed, **sampling)
         made.append(Ask(path, body | common, prompt, params))
     return made
 

@@ -27,7 +27,7 @@ from ngramspec.server.llamacpp.slots import SavedSlots
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.queue import Reservation
-from ngramspec.server.request_fields import OTHER_NAMES, SHARED, check_grammar, read_grammar, read_sampling_fields
+from ngramspec.server.request_fields import OTHER_NAMES, SHARED, check_grammar, read_grammar, read_sampling_fields, read_unfinished
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 
@@ -55,8 +55,13 @@ def make_router(state: ServerState) -> APIRouter:
         with state.admission.reserve(body.n_cmpl) as reservation:
             size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
             texts, limit = handler.read_infill(body)
+            unfinished = read_unfinished(fim, texts[0], body, state.settings.sampling)
+
+            def encode() -> list[list[int]]:
+                return [fim.make_prompt(*texts, limit=limit, is_healed=unfinished is not None)]
+
             inputs = await handler.make_inputs(
-                identity, body, size, lambda: [fim.make_prompt(*texts, limit=limit)], stop_ids=fim.stop_ids, cursor=texts[:2]
+                identity, body, size, encode, stop_ids=fim.stop_ids, cursor=texts[:2], healed=unfinished or ""
             )
             if body.n_predict != 0:  # what computes a prompt alone shows nobody what it writes
                 state.expect_prompts(inputs[0].hints, *texts, limit=limit)
@@ -151,6 +156,7 @@ class _LlamaHandler:
         *,
         stop_ids: Sequence[int] = (),
         cursor: tuple[str, str] | None = None,
+        healed: str = "",
     ) -> list[EngineInput]:
         """Return `n_cmpl` inputs for each prompt that `encode` returns. Raises ApiError."""
         hints = make_hints(body, identity, self.engine)
@@ -161,7 +167,7 @@ class _LlamaHandler:
 
         def encode_all() -> list[list[int]]:
             prompts = encode()
-            encode_prediction(hints, body.prediction, self.engine)
+            encode_prediction(hints, body.prediction, self.engine, healed)
             return prompts
 
         prompts = await self.state.encoders.run(identity.tenant, n_chars + len(body.prediction or ""), encode_all)
@@ -174,13 +180,21 @@ class _LlamaHandler:
             self.state.limits.check_prompt(len(ids))
             room = self.state.limits.count_room(len(ids))
             for i in range(body.n_cmpl):
-                params = self.make_params(body, i, room=room, grammar=form and form[1], bias=bias, stop_ids=stop_ids)
+                params = self.make_params(body, i, room=room, grammar=form and form[1], bias=bias, stop_ids=stop_ids, healed=healed)
                 self.state.limits.check_params(params, len(prompts) * body.n_cmpl)
                 inputs.append(EngineInput(ids, params, hints))
         return inputs
 
     def make_params(
-        self, body: LlamaRequest, i: int, *, room: int, grammar: Grammar | None, bias: dict[int, float], stop_ids: Sequence[int] = ()
+        self,
+        body: LlamaRequest,
+        i: int,
+        *,
+        room: int,
+        grammar: Grammar | None,
+        bias: dict[int, float],
+        stop_ids: Sequence[int] = (),
+        healed: str = "",
     ) -> SamplingParams:
         """Return how the i-th text of a prompt is sampled, in up to `room` tokens. `stop_ids` end it, too. Raises ApiError (400)."""
         defaults = {name: value for name, value in self.state.settings.sampling.items() if name in SHARED}
@@ -195,6 +209,7 @@ class _LlamaHandler:
                 logit_bias=bias,
                 logprobs=body.n_probs or None,
                 grammar=grammar,
+                healed=healed,
                 **given,
             )
         except ValueError as error:

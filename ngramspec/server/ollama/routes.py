@@ -41,7 +41,7 @@ from ngramspec.server.ollama.schemas import (
 from ngramspec.server.openai.chat import describe_logprobs
 from ngramspec.server.openai.handler import CompletionHandler, Conversation, make_params, read_arguments
 from ngramspec.server.queue import Piece
-from ngramspec.server.request_fields import check_grammar, read_grammar
+from ngramspec.server.request_fields import check_grammar, read_grammar, read_unfinished
 from ngramspec.server.sse import GENERATES_LINES, JsonLines
 from ngramspec.server.state import ServerState, model_not_found
 from ngramspec.server.token_strings import split_end_logprob
@@ -256,6 +256,7 @@ class _GenerateHandler(_OllamaHandler):
         self._given = body
         self.is_empty = not (body.prompt or body.suffix)
         self._fim = state.fim if body.suffix else None
+        self._unfinished: str | None = None
         if body.suffix and self._fim is None:
             raise make_field_error("suffix", "this model has no fill-in-the-middle tokens", "not_supported")
         if prompts.has_chat_template and not (body.raw or body.suffix or self.is_empty):
@@ -274,7 +275,8 @@ class _GenerateHandler(_OllamaHandler):
         else:
             limits.check_text(body.prompt + (body.suffix or ""))
             if self._fim is not None:
-                ids = self._fim.make_prompt(body.prompt, body.suffix or "")
+                self._unfinished = read_unfinished(self._fim, body.prompt, self._sampling, self._state.settings.sampling)
+                ids = self._fim.make_prompt(body.prompt, body.suffix or "", is_healed=self._unfinished is not None)
             else:
                 ids = self._prompts.to_continue(body.prompt, parse_special=self._state.settings.parse_special)
             ids = context + ids
@@ -294,7 +296,7 @@ class _GenerateHandler(_OllamaHandler):
         self._state.limits.check_params(params)
         check_grammar(form, self._state.engine, self.hints["tenant"])
         if self._fim is not None:
-            params = replace(params, stop_token_ids=self._fim.stop_ids)
+            params = replace(params, stop_token_ids=self._fim.stop_ids, healed=self._unfinished or "")
             self.hints["cursor"] = cursor = (self._given.prompt, self._given.suffix or "")
             self._state.expect_prompts(self.hints, *cursor)
         return EngineInput(ids, params, self.hints)

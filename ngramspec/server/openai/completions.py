@@ -26,7 +26,7 @@ from ngramspec.server.openai.handler import CompletionHandler, hold_until_done, 
 from ngramspec.server.openai.schemas import CompletionRequest, CompletionResponse, Model, ModelList
 from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.queue import Piece
-from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields
+from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields, read_unfinished
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState, model_not_found
 from ngramspec.server.token_strings import LEAST, TokenIdTexts, TokenTexts, clip_logprob, describe_prompt_logprobs
@@ -142,6 +142,11 @@ class _TextHandler(CompletionHandler):
         if self._fim is not None and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *self._fim.stop_ids))
         self._params = params
+        self._unfinished: dict[str, str | None] = {}
+        if self._fim is not None:
+            self._unfinished = {
+                prompt: read_unfinished(self._fim, prompt, body, state.settings.sampling) for prompt in map(str, self.prompts)
+            }
         if self.beams:
             check_beam_params(params, state.settings.sampling.keys() - read_sampling_fields(body, OTHER_NAMES).keys())
         texts_given = [prompt for prompt in self.prompts if isinstance(prompt, str)]
@@ -154,7 +159,6 @@ class _TextHandler(CompletionHandler):
 
     def make_inputs(self) -> list[EngineInput]:
         """Encode the prompts, which may take a while, and return what the engine is asked. Raises ApiError, ValueError."""
-        encode_prediction(self.hints, self._body.prediction, self._engine)
         prompts = [self._encode(prompt) for prompt in self.prompts]
         params = self._params
         if self._fills_context:
@@ -162,12 +166,15 @@ class _TextHandler(CompletionHandler):
             self._limits.check_params(params, len(prompts))
         self._limits.check_vocabulary(replace(params, n=params.n * len(prompts)), sum(map(len, prompts)))
         if self._fim is None:
+            encode_prediction(self.hints, self._body.prediction, self._engine)
             return [EngineInput(ids, params, self.hints) for ids in prompts]
         inputs = []
         for ids, prompt in zip(prompts, self.prompts, strict=True):
             cursor = str(prompt), self._body.suffix or ""
-            inputs.append(EngineInput(ids, params, Hints(**self.hints, cursor=cursor)))
-            self._state.expect_prompts(inputs[-1].hints, *cursor)
+            healed, hints = self._unfinished[cursor[0]] or "", Hints(**self.hints, cursor=cursor)
+            encode_prediction(hints, self._body.prediction, self._engine, healed)
+            self._state.expect_prompts(hints, *cursor)
+            inputs.append(EngineInput(ids, replace(params, healed=healed), hints))
         return inputs
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
@@ -176,7 +183,7 @@ class _TextHandler(CompletionHandler):
             last = self._engine.vocab_size - 1
             _refuse(bool(ids) and max(ids) > last, "prompt", f"token ids must be 0 to {last}; one is out of vocabulary")
         elif self._fim is not None:
-            ids = self._fim.make_prompt(prompt, self._body.suffix or "")
+            ids = self._fim.make_prompt(prompt, self._body.suffix or "", is_healed=self._unfinished[prompt] is not None)
         else:
             ids = self._prompts.to_continue(prompt, parse_special=self._parse_special)
         room = self._engine.max_model_len - (1 if self._fills_context else self._params.max_tokens)

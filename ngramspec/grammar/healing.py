@@ -1,0 +1,57 @@
+"""Token healing: the first tokens of an output spell the text that the prompt's token ids leave out at their end.
+
+Behind the token `w` a model hardly ever writes `rapper`, since ` wrapper` is a token; it does where ` w` is left out of the prompt and the
+output is one whose text begins so. A `grammar.base.Constraint`, which holds for the first few tokens alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ngramspec.tokenizer.spelling import Spelling
+
+
+class Healing:
+    """The state of one output that begins with a given text."""
+
+    complete = False
+
+    def __init__(self, spelling: Spelling, letters: str) -> None:
+        """Begin an output that is to spell `letters`, which are of `Spelling.to_letters`."""
+        self._spelling, self._letters = spelling, letters
+
+    @property
+    def is_over(self) -> bool:
+        return not self._letters
+
+    def mask(self) -> np.ndarray:
+        return self._spelling.find_mask(self._letters)
+
+    def accept(self, token: int) -> None:
+        self._letters = self._spelling.cut(self._letters, token)
+
+    def fork(self) -> Healing:
+        return Healing(self._spelling, self._letters)
+
+    def make_lookahead(self) -> HealingLookahead:
+        return HealingLookahead(self._spelling, self._letters)
+
+
+class HealingLookahead:
+    """Walks ahead of an output (a `grammar.base.ConstraintLookahead`)."""
+
+    def __init__(self, spelling: Spelling, letters: str) -> None:
+        self._spelling, self._path = spelling, [letters]
+
+    def step(self, token: int) -> bool:
+        letters = self._path[-1]
+        if letters and not self._spelling.can_begin(letters, token):
+            return False
+        self._path.append(self._spelling.cut(letters, token) if letters else "")
+        return True
+
+    def undo(self) -> None:
+        self._path.pop()
+
+    def get_forced_tokens(self) -> list[tuple[int, float]]:
+        return []
