@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from ngramspec.tokenizer.spelling import BYTE_OF_LETTER
+
 _LETTERS, _DIGITS = string.ascii_letters.encode(), string.digits.encode()
 _ASCII, _BYTES = bytes(range(128)), bytes(range(256))
 _IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))
@@ -82,17 +84,10 @@ def _find_dropped_bytes(model: dict[str, Any], is_byte_level: bool) -> set[int] 
         return None
     vocab = {*_list_pieces(model)}
     if is_byte_level and model["type"] == "BPE":
-        return {byte for letter, byte in _map_letters_to_bytes().items() if letter not in vocab}
+        return {byte for letter, byte in BYTE_OF_LETTER.items() if letter not in vocab}
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocab for byte in _IN_UTF8):
         return set()
     return None
-
-
-def _map_letters_to_bytes() -> dict[str, int]:
-    """Return the letters that stand for bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 def _list_pieces(model: dict[str, Any]) -> list[str]:
@@ -103,12 +98,12 @@ def _list_pieces(model: dict[str, Any]) -> list[str]:
 
 def _list_bytes(pieces: list[str], *, is_byte_level: bool) -> list[bytes]:
     """Return the bytes of tokens; of one that is not made of letters for bytes those of its own text, which are no fewer."""
-    to_bytes = _map_letters_to_bytes()
-    if is_byte_level and to_bytes.keys() >= {*"".join(pieces)}:  # all at once: there may be 250,000
-        texts = "\uffff".join(pieces).translate({ord(letter): byte for letter, byte in to_bytes.items()})
+    known = BYTE_OF_LETTER.keys()
+    if is_byte_level and known >= {*"".join(pieces)}:  # all at once: there may be 250,000
+        texts = "\uffff".join(pieces).translate({ord(letter): byte for letter, byte in BYTE_OF_LETTER.items()})
         return [text.encode("latin-1") for text in texts.split("\uffff")]
     return [
-        bytes(map(to_bytes.__getitem__, text)) if is_byte_level and to_bytes.keys() >= {*text} else text.encode("utf-8", "surrogatepass")
+        bytes(map(BYTE_OF_LETTER.__getitem__, text)) if is_byte_level and known >= {*text} else text.encode("utf-8", "surrogatepass")
         for text in pieces
     ]
 

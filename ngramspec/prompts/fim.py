@@ -207,16 +207,17 @@ class Fim:
         """Yield beginnings of prompts that will probably be asked for after one that was answered with `written`.
 
         First those of windows that begin elsewhere within `LINES_AHEAD` lines, if there are any, as far as their texts are known today:
-        they are long and sure to come. Then what follows if all that was written is accepted. The arguments are those of `prompt`. Raises
-        ValueError as it does.
+        they are long and sure to come. Then what follows if all that was written is accepted; and if the line ends here, with which the
+        middle may begin elsewhere. The arguments are those of `make_prompt`. Raises ValueError as it does.
         """
         lines, extra = prefix.split("\n"), list(extra)
         is_window = self._is_window(prefix)
         for later in _begin_later_windows(lines) if is_window else ():
             ids = self._write("\n".join([*later[:-1], ""]), suffix, extra, limit=limit)
             yield ids if self._is_suffix_first else ids[: ids.index(self._added[self.format.suffix])]
-        if written:
-            accepted = (prefix + written).split("\n")
+        ends_here = ["\n"] if self.middle_lines and not self._is_suffix_first else []
+        for coming in [written, *ends_here] if written else ends_here:
+            accepted = (prefix + coming).split("\n")
             yield self.make_prompt("\n".join(accepted[-len(lines) :] if is_window else accepted), suffix, extra, limit=limit)
 
     @property

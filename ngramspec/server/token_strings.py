@@ -12,6 +12,7 @@ from typing import Any
 
 from ngramspec.outputs import Choice, Delta, TokenLogprob
 from ngramspec.tokenizer.detokenizer import SpecialTokens, TextStream
+from ngramspec.tokenizer.spelling import BYTE_OF_LETTER
 
 # OpenAI's word for "very unlikely"; JSON has no infinity.
 LEAST = -9999.0
@@ -53,8 +54,8 @@ class TokenTexts:
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""
         if found := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece):  # as SentencePiece spells bytes
             return bytes([int(found[1], 16)])
-        if all(letter in _LETTERS for letter in piece):  # as GPT-2 does
-            return bytes(_LETTERS[letter] for letter in piece)
+        if all(letter in BYTE_OF_LETTER for letter in piece):  # as GPT-2 does
+            return bytes(BYTE_OF_LETTER[letter] for letter in piece)
         return text.encode()
 
     def _decode(self, tokens: list[int]) -> str:
@@ -90,16 +91,6 @@ def describe_prompt_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob 
         }
 
     return [None if each is None else describe(each) for each in logprobs]
-
-
-def _map_letters() -> dict[str, int]:
-    """Return GPT-2's printable stand-ins for bytes: one that is no visible Latin-1 character has the next free one from 256."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    return {chr(byte if byte in visible else next(spare)): byte for byte in range(256)}
-
-
-_LETTERS = _map_letters()
 
 
 def clip_logprob(logprob: float) -> float:

@@ -83,11 +83,12 @@ def _list_decoders(backend: Tokenizer) -> set[str]:
     return {step["type"] for step in steps if step["type"] != "Replace" or (step["pattern"], step["content"]) == ({"String": "▁"}, " ")}
 
 
-def _map_bytes() -> list[str]:
-    """Return the letter that stands for each byte in byte-level vocabularies: its own if it is visible in Latin-1, else the next unused."""
+def _map_letters() -> dict[str, int]:
+    """Return GPT-2's printable stand-ins for bytes: one that is no visible Latin-1 character has the next free one from 256."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte if byte in visible else 0x100 + hidden.index(byte)) for byte in range(256)]
+    spare = iter(range(0x100, 0x200))
+    return {chr(byte if byte in visible else next(spare)): byte for byte in range(256)}
 
 
-_LETTERS = _map_bytes()
+BYTE_OF_LETTER = _map_letters()  # by the letter that stands for it in byte-level vocabularies
+_LETTERS = list(BYTE_OF_LETTER)
