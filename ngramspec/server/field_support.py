@@ -242,11 +242,13 @@ _ROWS = (
     _mark_refused(LLAMAS, "truncate_prompt_tokens", "/v1 has it"),
 )
 
+NO_FIELDS = frozenset({"healed"})  # sampling parameters that follow from a prompt and are no fields of requests
+
 
 def _list_rows() -> Iterator[Field]:
     told = {name for row in _ROWS for name in row.names}
     for name, option in options_of(SamplingParams).items():
-        if name not in told:
+        if name not in told and name not in NO_FIELDS:
             yield _mark_done(ROUTES, name, option.help)
     yield from _ROWS
 

@@ -52,7 +52,7 @@ class StrictModel(BaseModel):
 Model = TypeVar("Model", bound=StrictModel)
 
 # Parameters that each dialect has in a shape, or under a name, of its own.
-OWN_SHAPE = frozenset({"max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "prompt_logprobs", "grammar", "healed"})
+OWN_SHAPE = frozenset({"max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "prompt_logprobs", "grammar"}) | field_support.NO_FIELDS
 # All others: the same field in every dialect. null and absence mean the dialect's default.
 SHARED = {name: option for name, option in options_of(SamplingParams).items() if name not in OWN_SHAPE}
 

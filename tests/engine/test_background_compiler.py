@@ -144,7 +144,7 @@ def test_a_start_calls_nothing_but_what_is_compiled_ahead(path: Path) -> None:
     called, ahead = list_code(str(path)), list_code()
     own = {name.partition("(")[0].rpartition(".")[2] for name in called - ahead}
     assert own <= {"_multiply_all", "_unpack_rows"}, "of the models' own modules, which are compiled in a moment"
-    assert any("step_functions.advance" in name for name in called)
+    assert any("step_functions.accept_and_prepare" in name for name in called)
     assert any("step_functions.get_moves" in code for code in ahead), "called for an accepted path beside a rejected one, which is rare"
     for name in ("tree_builder.build_trees(", "tree_builder.update("):
         assert sum(f"speculative.{name}" in code for code in ahead) == 1, "compiled for other types than it is called with"

@@ -22,7 +22,7 @@ from ngramspec.config import EngineConfig
 from ngramspec.engine import input_processor
 from ngramspec.options import options_of
 from ngramspec.prompts.chat_template import Prompts
-from ngramspec.prompts.fim import Fim
+from ngramspec.prompts.fim import MIDDLE_LINES, Fim
 from ngramspec.prompts.tool_calls.tool_prompt import Turn
 from ngramspec.sampling_params import SamplingOptions
 
@@ -95,11 +95,11 @@ def test_representations_are_short(engine: Engine) -> None:
 
 
 def test_infill_asks_what_the_format_asks(engine: Engine) -> None:
-    fim = Fim.detect(engine.tokenizer)
+    fim = Fim.detect(engine.tokenizer, middle_lines=MIDDLE_LINES, heals=True)
     done = engine.infill("def f(", "): pass<|im_end|>", max_tokens=12, temperature=1.0, seed=1, extra={"a.py": "x = 1"}, path="b.py")
     assert done.prompt_token_ids == fim.make_prompt("def f(", "): pass<|im_end|>", [("a.py", "x = 1")], path="b.py")
     assert engine.tokenizer.convert_tokens_to_ids("<|im_end|>") not in done.prompt_token_ids
-    same = {"max_tokens": 12, "temperature": 1.0, "seed": 1, "stop_token_ids": fim.stop_ids}
+    same = {"max_tokens": 12, "temperature": 1.0, "seed": 1, "stop_token_ids": fim.stop_ids, "healed": "("}
     assert done.token_ids == engine.complete(done.prompt_token_ids, **same).token_ids
 
 
@@ -133,7 +133,9 @@ def test_what_is_left_of_a_suggestion_is_expected(engine: Engine, monkeypatch: p
         engine.infill("while we" + more, "type", **given | change)
     ids = engine.encode_text
     seen = [None if each is None else list(each) for each in expected]
-    assert seen == [None, ids(first.text), ids(first.text[5:]), None, None, None, ids("x")]
+    typed = first.text[:5]
+    healed = [engine.make_infill_prompt("while we" + more, "type", SamplingParams())[1].healed for more in ("", typed)]
+    assert seen == [None, ids(healed[0] + first.text), ids(healed[1] + first.text[5:]), None, None, None, ids(healed[0] + "x")]
     with pytest.raises(InvalidInputError, match="cursor must be a pair"):
         engine.complete("a", cursor="b")  # type: ignore[arg-type]
 
