@@ -24,14 +24,14 @@ from benchmarks import common
 from benchmarks.our_engine import describe_engine
 from benchmarks.session import SUFFIX_LINES, find_new_functions
 from ngramspec import Engine, SamplingParams
-from ngramspec.prompts.fim import MIDDLE_LINES, Fim
+from ngramspec.prompts.fim import MIDDLE_LINES, Fim, FimOptions
 
-FORMS: dict[str, dict[str, Any]] = {
-    "at the cursor": {},
-    "its line": {"middle_lines": 1, "heals": True},
-    f"{MIDDLE_LINES} lines": {"middle_lines": MIDDLE_LINES, "heals": True},
-    "suffix first": {"order": "suffix-first", "heals": True},
-    "suffix first, not healed": {"order": "suffix-first"},
+FORMS = {
+    "at the cursor": FimOptions(),
+    "its line": FimOptions(middle_lines=1, heals=True),
+    f"{MIDDLE_LINES} lines": FimOptions(middle_lines=MIDDLE_LINES, heals=True),
+    "suffix first": FimOptions("suffix-first", heals=True),
+    "suffix first, not healed": FimOptions("suffix-first"),
 }
 PREFIX_LINES = 60  # before a cursor in a library
 FEWEST_LETTERS = 6  # of a line in which a cursor is put, behind its indentation
@@ -88,7 +88,7 @@ def score_text(reference: str, text: str) -> Score:
 
 def measure(engine: Engine, sets: dict[str, list[Cursor]], max_tokens: int) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the figures of each set and form. Raises SystemExit if the model has no tokens to fill in the middle with."""
-    forms = {name: Fim.detect(engine.tokenizer, **options) for name, options in FORMS.items()}
+    forms = {name: Fim.detect(engine.tokenizer, options) for name, options in FORMS.items()}
     scores: dict[str, dict[str, list[Score]]] = {name: {form: [] for form in forms} for name in sets}
     for name, cursors in sets.items():
         for first in range(0, len(cursors), BATCH):

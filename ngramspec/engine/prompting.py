@@ -15,7 +15,7 @@ from ngramspec.engine.request import Files
 from ngramspec.errors import InvalidInputError, PromptTooLongError, UnsupportedModelError
 from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.chat_template import Prompts, Style
-from ngramspec.prompts.fim import MIDDLE_LINES, Fim
+from ngramspec.prompts.fim import MIDDLE_LINES, Fim, FimOptions
 from ngramspec.prompts.messages import read_messages, read_tools
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class PromptMaker:
     @cached_property
     def fim(self) -> Fim | None:
         """The model's fill-in-the-middle format; None if it has none."""
-        return Fim.detect(self._encoding.tokenizer, middle_lines=MIDDLE_LINES, heals=True)
+        return Fim.detect(self._encoding.tokenizer, FimOptions(middle_lines=MIDDLE_LINES, heals=True))
 
     @cached_property
     def prompts(self) -> Prompts:

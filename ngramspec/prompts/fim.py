@@ -114,60 +114,53 @@ FORMATS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class FimOptions:
+    """What is shown of the texts around a cursor, and where. The defaults are what models are trained with."""
+
+    order: Order = "prefix-first"
+    """What stands first where the format has a token before the middle."""
+    window: Window = 0
+    """Lines of a prefix that is a window, which moves with the cursor: it begins where `_begin_window` says. "any": every prefix of
+    FEWEST_LINES lines or more is one. Unless it is 0, many further files begin where `_begin_files` says."""
+    suffix_tokens: int = 0
+    """Most tokens of the suffix in a prompt where it stands behind the prefix, and is computed again with it. 0: all of them."""
+    middle_lines: int = 0
+    """Up to this many last lines of the prefix stand at the beginning of the middle instead, so that a key changes the prompt's end alone.
+    0: none."""
+    heals: bool = False
+    """Prompts that end with lines of the prefix leave out what `Fim.find_unfinished` returns."""
+
+
 class Fim:
     """One tokenizer's way to fill in the middle. Threads may share it."""
 
-    def __init__(
-        self,
-        form: Format,
-        tokenizer: Any,
-        order: Order = "prefix-first",
-        window: Window = 0,
-        suffix_tokens: int = 0,
-        middle_lines: int = 0,
-        heals: bool = False,
-    ) -> None:
-        """Read the control tokens' ids.
-
-        `order`: what stands first where the format has a token before the middle; see `Order`. `window`: a prefix of this many lines is a
-        window that moves with the cursor, and begins where `_begin_window` says; "any": every prefix of some length is. Unless it is 0,
-        many further files begin where `_begin_files` says. `suffix_tokens`: the most tokens of the suffix that a prompt shows where the
-        suffix stands behind the prefix, and is computed again with it; 0: all of them. `middle_lines`: up to this many last lines of
-        the prefix stand at the beginning of the middle instead, so that a key changes the prompt's end alone; 0: none. `heals`: prompts
-        that end with lines of the prefix leave out what `find_unfinished` returns.
-        """
-        self.format, self.order, self.window, self.suffix_tokens, self.middle_lines = form, order, window, suffix_tokens, middle_lines
+    def __init__(self, form: Format, tokenizer: Any, options: FimOptions) -> None:
+        """Read the control tokens' ids."""
+        self.format, self.options = form, options
         backend = tokenizer.backend_tokenizer
         self._added = _read_added_tokens(tokenizer)
         self._plain, self._control = make_plain_tokenizer(backend, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
         self._bos = _find_bos_ids(tokenizer, form.bos)
         first = self._plain.encode("a", add_special_tokens=False).tokens[:1]
         self._has_implicit_blank = bool(first) and first[0][:1] in ("▁", "Ġ")
-        self._spelling = Spelling(backend, 0) if heals and (middle_lines or self._is_suffix_first) else None
+        self._spelling = Spelling(backend, 0) if options.heals and (options.middle_lines or self._is_suffix_first) else None
         ends = {*form.required, *_ENDS, *([form.pad] if form.pad is not None else [])}
         self.stop_ids: tuple[int, ...] = tuple(sorted(self._added[token] for token in ends & self._added.keys()))
         """Ids that the middle never contains: whatever ends a text, and the format's own control tokens."""
 
     @classmethod
-    def detect(
-        cls,
-        tokenizer: Any,
-        order: Order = "prefix-first",
-        window: Window = 0,
-        suffix_tokens: int = 0,
-        middle_lines: int = 0,
-        heals: bool = False,
-    ) -> Self | None:
+    def detect(cls, tokenizer: Any, options: FimOptions | None = None) -> Self | None:
         """Return the format whose control tokens are all in the tokenizer's added vocabulary; None where there is none.
 
-        `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None. The rest: see
-        `__init__`.
+        `tokenizer`: of transformers, over one of the `tokenizers` library; with any other, or None, the answer is None. `options`: None: as
+        models are trained.
         """
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return None
         added = _read_added_tokens(tokenizer)
         found = next((form for form in FORMATS if all(token in added for token in form.required)), None)
-        return None if found is None else cls(found, tokenizer, order, window, suffix_tokens, middle_lines, heals)
+        return None if found is None else cls(found, tokenizer, options or FimOptions())
 
     def make_prompt(
         self,
@@ -192,7 +185,7 @@ class Fim:
             prefix = "\n".join(_begin_window(prefix.split("\n")))
         if is_healed:
             prefix = prefix.removesuffix(self.find_unfinished(prefix))
-        begun = _begin_middle(prefix, self.middle_lines) if is_healed and not self._is_suffix_first else len(prefix)
+        begun = _begin_middle(prefix, self.options.middle_lines) if is_healed and not self._is_suffix_first else len(prefix)
         return self._write(prefix[:begun], suffix, extra, prefix[begun:], limit=limit, path=path, repo=repo)
 
     def find_unfinished(self, prefix: str) -> str:
@@ -215,19 +208,19 @@ class Fim:
         for later in _begin_later_windows(lines) if is_window else ():
             ids = self._write("\n".join([*later[:-1], ""]), suffix, extra, limit=limit)
             yield ids if self._is_suffix_first else ids[: ids.index(self._added[self.format.suffix])]
-        ends_here = ["\n"] if self.middle_lines and not self._is_suffix_first else []
+        ends_here = ["\n"] if self.options.middle_lines and not self._is_suffix_first else []
         for coming in [written, *ends_here] if written else ends_here:
             accepted = (prefix + coming).split("\n")
             yield self.make_prompt("\n".join(accepted[-len(lines) :] if is_window else accepted), suffix, extra, limit=limit)
 
     @property
     def _is_suffix_first(self) -> bool:
-        return self.format.middle is None or self.order == "suffix-first"
+        return self.format.middle is None or self.options.order == "suffix-first"
 
     def _is_window(self, prefix: str) -> bool:
         """Return whether a prefix is taken for a window that moves with the cursor."""
         n_lines = prefix.count("\n")
-        return n_lines >= FEWEST_LINES if self.window == "any" else 0 < n_lines == self.window
+        return n_lines >= FEWEST_LINES if self.options.window == "any" else 0 < n_lines == self.options.window
 
     def _write(
         self,
@@ -243,15 +236,15 @@ class Fim:
         """Return the prompt with this prefix, wherever it begins. `begun`: the beginning of the middle."""
         form = self.format
         files = [(name, text if text.endswith("\n") else text + "\n") for name, text in extra]
-        files = _begin_files(files) if self.window else files
+        files = _begin_files(files) if self.options.window else files
         fixed = len(self._bos) + sum(token is not None for token in (form.prefix, form.suffix, form.middle))
         if limit is not None and limit < fixed:
             raise ValueError(f"a prompt to fill in the middle has {fixed} control tokens; {limit} are not enough")
         room = None if limit is None else limit - fixed
         middle = self._encode(begun, inner=True)
         tail = self._encode(suffix, inner=True)
-        if self.suffix_tokens and not self._is_suffix_first:
-            tail = tail[: self.suffix_tokens]
+        if self.options.suffix_tokens and not self._is_suffix_first:
+            tail = tail[: self.options.suffix_tokens]
         head = self._encode(prefix, inner=bool(files) and form.file is None)
         if room is not None:
             if 2 * len(middle) > room < sum(map(len, (head, tail, middle))):  # the middle leaves too little for what is around it

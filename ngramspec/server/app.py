@@ -67,9 +67,7 @@ def create_app(engine: Engine, settings: ServerSettings, repositories: Repositor
         Keyring(settings.api_keys, settings),
         prompts,
         TokenTexts(engine.tokenizer),
-        Fim.detect(
-            engine.tokenizer, settings.fim_order, settings.fim_window, settings.fim_suffix_tokens, settings.fim_middle_lines, heals=True
-        ),
+        Fim.detect(engine.tokenizer, settings.fim_options),
         repositories or Repositories(),
         Encoders(metrics),
         settings.alias or (engine.name,),

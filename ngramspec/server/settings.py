@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.options import options_of
-from ngramspec.prompts.fim import MIDDLE_LINES
+from ngramspec.prompts.fim import MIDDLE_LINES, FimOptions, Order, Window
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.sampling_params import SamplingParams
 
@@ -239,10 +239,10 @@ class ServerSettings(BaseSettings):
     """Seconds that running requests have to end when the server is told to stop."""
     parse_special: bool = True
     """Control tokens are parsed in prompts of /v1/completions and /completion, unless a request says otherwise; never in messages."""
-    fim_order: Literal["prefix-first", "suffix-first"] = "prefix-first"
+    fim_order: Order = "prefix-first"
     """What stands first in a prompt to fill in the middle. With the text after the cursor first, a key changes only the prompt's end, and
     all before it comes from the prefix cache; not every model fills in as well that way."""
-    fim_window: Annotated[int | Literal["any"], BeforeValidator(_read_window)] = 256
+    fim_window: Annotated[Window, BeforeValidator(_read_window)] = 256
     """Lines before the cursor that an editor sends of a file that has more; llama.vim's and llama.vscode's `n_prefix`. A prefix of as many
     begins with a line of its first quarter that stays the same while the cursor goes down, so that the prefix cache has the prompt's
     beginning after each new line. "any": every prefix of 32 lines or more does; 0: none."""
@@ -273,6 +273,11 @@ class ServerSettings(BaseSettings):
     def hosts(self) -> list[str]:
         """The addresses to listen at."""
         return [part.strip() for part in self.host.split(",")]
+
+    @property
+    def fim_options(self) -> FimOptions:
+        """What prompts to fill in the middle show."""
+        return FimOptions(self.fim_order, self.fim_window, self.fim_suffix_tokens, self.fim_middle_lines, heals=True)
 
     def load_keys(self) -> tuple[Key, ...]:
         """Return the keys that were given, and those in the file as it is now. Raises ValueError."""

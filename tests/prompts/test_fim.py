@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ngramspec.prompts.fim import FORMATS, LINES_AHEAD, Fim, Format, Order
+from ngramspec.prompts.fim import FORMATS, LINES_AHEAD, Fim, FimOptions, Format, Order
 
 CODE = ["def add(a, b):\n    return a + b\n", "import os\n\nfor name in os.listdir('.'):\n    print(name)\n", "class A:\n    pass\n"]
 BOS, EOS = "<s>", "</s>"
@@ -242,7 +242,7 @@ def test_the_suffix_is_cut_only_where_each_key_computes_it_again(name: str) -> N
     tokenizer = bytes_tokenizer(TOKENS[name])
     orders: tuple[Order, ...] = ("prefix-first", "suffix-first")
     for order in orders:
-        whole, cut = Fim.detect(tokenizer, order), Fim.detect(tokenizer, order, suffix_tokens=20)
+        whole, cut = Fim.detect(tokenizer, FimOptions(order)), Fim.detect(tokenizer, FimOptions(order, suffix_tokens=20))
         assert whole is not None
         assert cut is not None
         is_cut = order == "prefix-first" and cut.format.middle is not None
@@ -283,7 +283,7 @@ def test_a_keystroke_in_a_long_file_keeps_the_beginning_of_its_prompt() -> None:
 def test_a_window_that_moves_down_a_file_keeps_the_beginning_of_its_prompt() -> None:
     lines = [f"def f{i}(x):" if i % 5 == 0 else f"    y = x + {i // 5}" for i in range(600)]
     tokenizer, size = bytes_tokenizer(TOKENS["qwen"]), 128
-    fim, as_sent = Fim.detect(tokenizer, window=size), Fim.detect(tokenizer)
+    fim, as_sent = Fim.detect(tokenizer, FimOptions(window=size)), Fim.detect(tokenizer)
     assert fim is not None
     assert as_sent is not None
     starts = []
@@ -302,7 +302,7 @@ def test_a_window_that_moves_down_a_file_keeps_the_beginning_of_its_prompt() -> 
 
 def test_many_files_of_which_the_first_go_begin_with_the_same() -> None:
     tokenizer = bytes_tokenizer(TOKENS["qwen"])
-    fim, as_sent = Fim.detect(tokenizer, window=256), Fim.detect(tokenizer)
+    fim, as_sent = Fim.detect(tokenizer, FimOptions(window=256)), Fim.detect(tokenizer)
     assert fim is not None
     assert as_sent is not None
     files = [(f"{i}.py", f"x = {i}\n") for i in range(200)]
@@ -321,7 +321,7 @@ def test_many_files_of_which_the_first_go_begin_with_the_same() -> None:
 
 def test_a_window_that_is_cut_by_characters_begins_with_a_whole_line() -> None:
     text = "".join(f"def f{i}(x):\n" for i in range(300))
-    fim = Fim.detect(bytes_tokenizer(TOKENS["qwen"]), window="any")
+    fim = Fim.detect(bytes_tokenizer(TOKENS["qwen"]), FimOptions(window="any"))
     assert fim is not None
     starts = [tuple(fim.make_prompt(text[end - 1000 : end], "\n")[1:20]) for end in range(1000, 1300)]
     assert len(set(starts)) < 12
@@ -334,7 +334,7 @@ def test_a_window_that_is_cut_by_characters_begins_with_a_whole_line() -> None:
 def test_the_window_that_begins_elsewhere_soon_is_named_before(form: str, order: Order) -> None:
     lines = [f"def f{i}(x):" if i % 5 == 0 else f"    y = x + {i // 5}" for i in range(600)]
     size, tokenizer = 128, bytes_tokenizer(TOKENS[form])
-    fim = Fim.detect(tokenizer, order, size)
+    fim = Fim.detect(tokenizer, FimOptions(order, size))
     assert fim is not None
 
     def prefix(end: int) -> str:
@@ -357,7 +357,7 @@ def test_the_window_that_begins_elsewhere_soon_is_named_before(form: str, order:
 
 
 def test_the_prompt_after_an_accepted_suggestion() -> None:
-    fim = Fim.detect(bytes_tokenizer(TOKENS["qwen"]), window=40)
+    fim = Fim.detect(bytes_tokenizer(TOKENS["qwen"]), FimOptions(window=40))
     assert fim is not None
     window = "".join(f"x = {i}\n" for i in range(40))
     for prefix, written in (("a\nb", "c\nd"), (window + "y", " = 1\nz = 2"), (window + "y", " = 1\n")):
@@ -374,8 +374,8 @@ UNFINISHED = {
 
 @pytest.mark.parametrize("prefix", UNFINISHED)
 def test_what_is_left_for_the_output_to_spell(prefix: str) -> None:
-    healing, plain = Fim.detect(QWEN, middle_lines=1, heals=True), Fim.detect(QWEN)
-    suffix_first = Fim.detect(QWEN, "suffix-first", heals=True)
+    healing, plain = Fim.detect(QWEN, FimOptions(middle_lines=1, heals=True)), Fim.detect(QWEN)
+    suffix_first = Fim.detect(QWEN, FimOptions("suffix-first", heals=True))
     assert healing is not None
     assert plain is not None
     assert suffix_first is not None
@@ -389,7 +389,7 @@ def test_what_is_left_for_the_output_to_spell(prefix: str) -> None:
 
 
 def test_llama_leaves_out_only_what_its_tokens_spell() -> None:
-    fim = Fim.detect(sentencepiece_tokenizer(TOKENS["codellama"]), middle_lines=8, heals=True)
+    fim = Fim.detect(sentencepiece_tokenizer(TOKENS["codellama"]), FimOptions(middle_lines=8, heals=True))
     assert fim is not None
     assert [fim.find_unfinished(text) for text in ("x de", "x xe", "a + ")] == [" de", "", " "]
 
@@ -398,7 +398,7 @@ def test_llama_leaves_out_only_what_its_tokens_spell() -> None:
 def test_a_middle_that_begins_before_the_cursor(name: str) -> None:
     """While lines are typed, all before the middle stays the same for some lines, and the texts in order are what was typed."""
     tokenizer = bytes_tokenizer(TOKENS[name])
-    fim, plain = Fim.detect(tokenizer, middle_lines=8, heals=True), detect(tokenizer)
+    fim, plain = Fim.detect(tokenizer, FimOptions(middle_lines=8, heals=True)), detect(tokenizer)
     assert fim is not None
     written = "".join(f"def f{i}(x):\n    y = x + {i // 3}\n    return y\n\n" for i in range(30))
     begun = []
@@ -430,7 +430,7 @@ def test_not_even_the_control_tokens_fit() -> None:
 
 
 _FIMS = [detect(bytes_tokenizer(TOKENS[name])) for name in ("qwen", "codegemma", "starcoder2", "codestral", "deepseek")]
-_FIMS += [Fim(each.format, bytes_tokenizer(TOKENS[each.format.name]), middle_lines=3, heals=True) for each in _FIMS]
+_FIMS += [Fim(each.format, bytes_tokenizer(TOKENS[each.format.name]), FimOptions(middle_lines=3, heals=True)) for each in _FIMS]
 _texts = st.text(st.sampled_from("ab \n<|fim_prefix|>é日"), max_size=60)
 
 
@@ -452,7 +452,7 @@ def _suffix_first(parts: list[str | tuple[str]]) -> list[str | tuple[str]]:
 @pytest.mark.parametrize("name", [form.name for form in FORMATS if form.middle is not None and form.name != "codellama"])
 def test_suffix_first(name: str) -> None:
     tokenizer = bytes_tokenizer(TOKENS[name])
-    fim = Fim.detect(tokenizer, "suffix-first")
+    fim = Fim.detect(tokenizer, FimOptions("suffix-first"))
     assert fim is not None
     assert fim.make_prompt(PREFIX, SUFFIX) == ids_of(tokenizer, *_suffix_first(ALONE[name]))
     shown = fim.make_prompt(PREFIX, SUFFIX, FILES, path="c.py", repo="shop")
@@ -463,6 +463,6 @@ def test_suffix_first(name: str) -> None:
 
 def test_an_order_that_the_format_has_anyway() -> None:
     tokenizer = bytes_tokenizer(TOKENS["codestral"])
-    fim = Fim.detect(tokenizer, "suffix-first")
+    fim = Fim.detect(tokenizer, FimOptions("suffix-first"))
     assert fim is not None
     assert fim.make_prompt(PREFIX, SUFFIX) == detect(tokenizer).make_prompt(PREFIX, SUFFIX)

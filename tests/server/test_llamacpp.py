@@ -129,9 +129,7 @@ def editor(editor_server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def fim(fim_engine: Engine) -> Fim:
-    settings = ServerSettings()
-    options = settings.fim_order, settings.fim_window, settings.fim_suffix_tokens, settings.fim_middle_lines
-    found = Fim.detect(fim_engine.tokenizer, *options, heals=True)
+    found = Fim.detect(fim_engine.tokenizer, ServerSettings().fim_options)
     assert found is not None
     return found
 

@@ -20,7 +20,7 @@ from tiny_server import Server, fim_tokenizer, left_clean, tiny_engine
 
 from ngramspec.datastore.build import build
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.prompts.fim import MIDDLE_LINES, Fim
+from ngramspec.prompts.fim import MIDDLE_LINES, Fim, FimOptions
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative.budget.threshold import SpeculationThreshold
 
@@ -45,7 +45,7 @@ class Ask:
 
 def asks(engine: Engine) -> list[Ask]:
     """Every kind of request, greedy and seeded, streaming and not, alone and two at a time, some with a hint that changes no token."""
-    fim = Fim.detect(engine.tokenizer, middle_lines=MIDDLE_LINES, heals=True)
+    fim = Fim.detect(engine.tokenizer, FimOptions(middle_lines=MIDDLE_LINES, heals=True))
     assert fim is not None
     hints: Iterator[dict[str, Any]] = itertools.cycle([{}, {"speculation": False}, {}, {"datastore": []}, {"prediction": SHARED}, {}, {}])
     made = []
