@@ -99,15 +99,6 @@ def read_sampling_fields(request: StrictModel, other_names: Mapping[str, str] | 
     return {name: value for field, name in names.items() if (value := getattr(request, field)) is not None}
 
 
-def read_unfinished(fim: Fim, prefix: str, request: GenerationFields, defaults: Mapping[str, Any]) -> str | None:
-    """Return what the output's first tokens are to spell of a prefix (`Fim.find_unfinished`); None if the request says how it begins.
-
-    `defaults`: the server's sampling parameters. Raises ApiError (400).
-    """
-    allowed = read_sampling_fields(request).get("allowed_token_ids", defaults.get("allowed_token_ids"))
-    return fim.find_unfinished(prefix) if allowed is None and read_grammar(request) is None else None
-
-
 # ------------------------------------------------------------------ the form of the answer
 
 Schema = dict[str, Any] | bool
@@ -207,6 +198,15 @@ def read_grammar(request: GenerationFields) -> FieldGrammar | None:
     if len(found) > 1:
         raise make_field_error(found[1][0], f"not beside {found[0][0]}; a text has one form")
     return found[0] if found else None
+
+
+def read_unfinished(fim: Fim, prefix: str, request: GenerationFields, form: FieldGrammar | None, defaults: Mapping[str, Any]) -> str | None:
+    """Return what the output's first tokens are to spell of a prefix (`Fim.find_unfinished`); None if the request says how it begins.
+
+    `form`: of `read_grammar`; `defaults`: the server's sampling parameters.
+    """
+    allowed = read_sampling_fields(request).get("allowed_token_ids", defaults.get("allowed_token_ids"))
+    return fim.find_unfinished(prefix) if form is None and allowed is None else None
 
 
 def check_grammar(form: FieldGrammar | None, engine: Engine, tenant: str | None) -> None:

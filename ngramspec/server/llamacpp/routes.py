@@ -27,7 +27,15 @@ from ngramspec.server.llamacpp.slots import SavedSlots
 from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.queue import Reservation
-from ngramspec.server.request_fields import OTHER_NAMES, SHARED, check_grammar, read_grammar, read_sampling_fields, read_unfinished
+from ngramspec.server.request_fields import (
+    OTHER_NAMES,
+    SHARED,
+    FieldGrammar,
+    check_grammar,
+    read_grammar,
+    read_sampling_fields,
+    read_unfinished,
+)
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
 
@@ -55,13 +63,14 @@ def make_router(state: ServerState) -> APIRouter:
         with state.admission.reserve(body.n_cmpl) as reservation:
             size = len(body.input_prefix) + len(body.prompt) + len(body.input_suffix) + sum(len(chunk.text) for chunk in body.input_extra)
             texts, limit = handler.read_infill(body)
-            unfinished = read_unfinished(fim, texts[0], body, state.settings.sampling)
+            form = read_grammar(body)
+            unfinished = read_unfinished(fim, texts[0], body, form, state.settings.sampling)
 
             def encode() -> list[list[int]]:
                 return [fim.make_prompt(*texts, limit=limit, is_healed=unfinished is not None)]
 
             inputs = await handler.make_inputs(
-                identity, body, size, encode, stop_ids=fim.stop_ids, cursor=texts[:2], healed=unfinished or ""
+                identity, body, size, encode, form, stop_ids=fim.stop_ids, cursor=texts[:2], healed=unfinished or ""
             )
             if body.n_predict != 0:  # what computes a prompt alone shows nobody what it writes
                 state.expect_prompts(inputs[0].hints, *texts, limit=limit)
@@ -84,7 +93,7 @@ def make_router(state: ServerState) -> APIRouter:
             def encode() -> list[list[int]]:
                 return [tokens.encode(each, bos=True, parse=parse) for each in given]
 
-            inputs = await handler.make_inputs(identity, body, sum(len(join_text(each)) for each in given), encode)
+            inputs = await handler.make_inputs(identity, body, sum(len(join_text(each)) for each in given), encode, read_grammar(body))
             return await handler.answer(reservation, http, body, inputs, several=body.has_several)
 
     @routes.get("/props")
@@ -153,6 +162,7 @@ class _LlamaHandler:
         body: LlamaRequest,
         n_chars: int,
         encode: Callable[[], list[list[int]]],
+        form: FieldGrammar | None,
         *,
         stop_ids: Sequence[int] = (),
         cursor: tuple[str, str] | None = None,
@@ -171,7 +181,6 @@ class _LlamaHandler:
             return prompts
 
         prompts = await self.state.encoders.run(identity.tenant, n_chars + len(body.prediction or ""), encode_all)
-        form = read_grammar(body)
         await asyncio.to_thread(check_grammar, form, self.engine, identity.tenant)
         inputs = []
         for ids in prompts:

@@ -41,7 +41,7 @@ from ngramspec.server.ollama.schemas import (
 from ngramspec.server.openai.chat import describe_logprobs
 from ngramspec.server.openai.handler import CompletionHandler, Conversation, make_params, read_arguments
 from ngramspec.server.queue import Piece
-from ngramspec.server.request_fields import check_grammar, read_grammar, read_unfinished
+from ngramspec.server.request_fields import FieldGrammar, check_grammar, read_grammar, read_unfinished
 from ngramspec.server.sse import GENERATES_LINES, JsonLines
 from ngramspec.server.state import ServerState, model_not_found
 from ngramspec.server.token_strings import split_end_logprob
@@ -256,6 +256,7 @@ class _GenerateHandler(_OllamaHandler):
         self._given = body
         self.is_empty = not (body.prompt or body.suffix)
         self._fim = state.fim if body.suffix else None
+        self._form: FieldGrammar | None = None
         self._unfinished: str | None = None
         if body.suffix and self._fim is None:
             raise make_field_error("suffix", "this model has no fill-in-the-middle tokens", "not_supported")
@@ -274,8 +275,9 @@ class _GenerateHandler(_OllamaHandler):
             ids = context + super().encode()
         else:
             limits.check_text(body.prompt + (body.suffix or ""))
+            self._form = read_grammar(self._sampling)
             if self._fim is not None:
-                self._unfinished = read_unfinished(self._fim, body.prompt, self._sampling, self._state.settings.sampling)
+                self._unfinished = read_unfinished(self._fim, body.prompt, self._sampling, self._form, self._state.settings.sampling)
                 ids = self._fim.make_prompt(body.prompt, body.suffix or "", is_healed=self._unfinished is not None)
             else:
                 ids = self._prompts.to_continue(body.prompt, parse_special=self._state.settings.parse_special)
@@ -289,7 +291,7 @@ class _GenerateHandler(_OllamaHandler):
         """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
         if self._conversation is not None:
             return super().make_input(ids)
-        form = read_grammar(self._sampling)
+        form = self._form
         params = make_params(
             self._sampling, self._state, max_tokens=self.count_tokens(ids), n=1, logprobs=self._body.n_logprobs, grammar=form and form[1]
         )

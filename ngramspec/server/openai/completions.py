@@ -145,7 +145,7 @@ class _TextHandler(CompletionHandler):
         self._unfinished: dict[str, str | None] = {}
         if self._fim is not None:
             self._unfinished = {
-                prompt: read_unfinished(self._fim, prompt, body, state.settings.sampling) for prompt in map(str, self.prompts)
+                prompt: read_unfinished(self._fim, prompt, body, self.form, state.settings.sampling) for prompt in map(str, self.prompts)
             }
         if self.beams:
             check_beam_params(params, state.settings.sampling.keys() - read_sampling_fields(body, OTHER_NAMES).keys())
