@@ -110,7 +110,7 @@ class NewStore:
         with self.recorder.measure("committing"):
             self.lock.commit(manifest)
         self.recorder.report("done")
-        summary = self.recorder.summarize(manifest)
+        summary = self.recorder.summarize(self.lock.folder, manifest)
         summary.added = summary.files
         return summary
 

@@ -169,7 +169,7 @@ def _build_or_update(job: Job, on_progress: ProgressCallback) -> Summary:
         pass
     else:
         if kept.contents:  # it is what it is called by, whatever the tree holds now
-            return replace(summarize_manifest(manifest), committed=False)
+            return replace(summarize_manifest(folder, manifest), committed=False)
         with contextlib.suppress(DatastoreCorruptError, DatastoreFormatError):
             return update(folder, options=kept.options, max_memory=MEMORY, writer=job.writer, on_progress=on_progress)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds the tree's text

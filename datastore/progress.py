@@ -88,7 +88,7 @@ class Summary:
     files: int = 0
     """Documents that live in the store."""
     tokens: int = 0
-    """Tokens without separators; those of documents with a tombstone are counted until a merge drops them."""
+    """Their tokens, without separators."""
     segments: int = 0
     bytes: int = 0
     """Size of the store on disk."""

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from . import corpus
 from .archives import get_container_path
+from .format import SegmentEntry, map_segment
 from .listing import Skipped
 from .manifest import Manifest
 from .progress import Progress, ProgressCallback, Summary, ignore_progress
@@ -74,23 +76,30 @@ class Recorder:
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
-    def summarize(self, manifest: Manifest, **changes: Any) -> Summary:
+    def summarize(self, folder: Path, manifest: Manifest, **changes: Any) -> Summary:
         """Return what stands after the call, with `changes`, the fields of a Summary that say what the call did."""
+        found = summarize_manifest(folder, manifest, self.skipped)
         self.seconds["total"] = time.perf_counter() - self._started_s
-        return replace(summarize_manifest(manifest, self.skipped), seconds=self.seconds, mb=self.progress.bytes_read / 1e6, **changes)
+        return replace(found, seconds=self.seconds, mb=self.progress.bytes_read / 1e6, **changes)
 
 
-def summarize_manifest(manifest: Manifest, skipped: Skipped | None = None) -> Summary:
-    """Return what a generation holds, and what was left out of it."""
+def summarize_manifest(folder: Path, manifest: Manifest, skipped: Skipped | None = None) -> Summary:
+    """Return what a generation holds, and what was left out of it. Raises DatastoreCorruptError, DatastoreFormatError."""
     skipped = skipped or Skipped()
     return Summary(
         generation=manifest.generation,
         committed=True,
         files=sum(entry.docs - len(entry.tombstones) for entry in manifest.segments),
-        tokens=sum(entry.tokens - entry.docs - 1 for entry in manifest.segments),
+        tokens=sum(_count_live_tokens(folder, entry) for entry in manifest.segments),
         segments=len(manifest.segments),
         bytes=manifest.n_bytes,
         skipped=skipped.counts,
         secrets=skipped.secrets,
         named=skipped.named,
     )
+
+
+def _count_live_tokens(folder: Path, entry: SegmentEntry) -> int:
+    """Return the tokens of a segment's live documents, without separators."""
+    n_dead = int(map_segment(folder, entry).docs["length"][list(entry.tombstones)].sum()) if entry.tombstones else 0
+    return entry.tokens - entry.docs - 1 - n_dead

@@ -120,6 +120,7 @@ def update(
         due = find_due_segments(lock.standing)
         n_merged = _merge_segments(lock, due, settings, writer, recorder)
         return recorder.summarize(
+            folder,
             lock.standing,
             committed=changed or n_merged > 0,
             added=changes.added,
@@ -148,7 +149,7 @@ def merge(
             chosen = []
         n_merged = _merge_segments(lock, chosen, _get_settings(old, vectors, max_memory), writer, recorder)
         removed = sum(len(old.segments[number].tombstones) for number in chosen)
-        return recorder.summarize(lock.standing, committed=n_merged > 0, merged=n_merged, removed=removed)
+        return recorder.summarize(lock.folder, lock.standing, committed=n_merged > 0, merged=n_merged, removed=removed)
 
 
 def prune(
@@ -186,7 +187,7 @@ def prune(
         if changed:
             removed += sum(len(entry.tombstones) for entry in old.segments)
             _commit(lock, new, writer, recorder)
-        return recorder.summarize(lock.standing, committed=changed, removed=removed)
+        return recorder.summarize(folder, lock.standing, committed=changed, removed=removed)
 
 
 def _commit(lock: StoreWriter, manifest: Manifest, writer: str, recorder: Recorder) -> None:

@@ -306,6 +306,7 @@ def test_an_update_reads_only_what_changed(corpus: Path, tmp_path: Path, backend
     monkeypatch.undo()
     assert {path for path in opened if path.endswith(".py")} == {"1.py", "2.py", "deep.py"}
     assert (summary.added, summary.removed, summary.unchanged, summary.segments) == (2, 2, 8, 2)
+    assert summary.tokens == sum(map(len, contents(corpus).values())), "without those of documents that were replaced"
     assert texts(store) == contents(corpus)
     assert is_tidy(store)
     assert manifests.read_manifest(store).segments[0].tombstones == (1, 3)
