@@ -21,7 +21,7 @@ from ngramspec.models import expert_weights, header_limits, latent_weights, tens
 from ngramspec.models.tensor_source import StoredTensor, TensorSource, WeightFile
 from ngramspec.tokenizer.deferred import DeferredTokenizer
 
-TENSORS = "tensors.json"
+STORED_TENSORS = "stored_tensors.json"  # where the parameters lie, as `encode_source` has it
 _READ = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*chat_templates/*.jinja")  # files that decide what a model computes
 _HEADER = 100_000_000  # most bytes of a safetensors header, by the format
 _TYPES: dict[str, type[StoredTensor]] = {
@@ -91,7 +91,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], source: TensorSource, 
 
     Raises NotCachedError, OSError.
     """
-    (folder / TENSORS).write_text(json.dumps(encode_source(source)))
+    (folder / STORED_TENSORS).write_text(json.dumps(encode_source(source)))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -126,7 +126,7 @@ def _describe_tokenizer(tokenizer: Any) -> tuple[Any, ...]:
 
 def read_source(folder: ModelFolder, derived: Path) -> TensorSource:
     """Open the parameters that `write_folder` has written. Raises OSError, ValueError, KeyError, TypeError."""
-    return decode_source(json.loads((derived / TENSORS).read_bytes()), folder.path)
+    return decode_source(json.loads((derived / STORED_TENSORS).read_bytes()), folder.path)
 
 
 # ------------------------------------------------------------------ parameters as JSON

@@ -64,14 +64,14 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 _Model = TypeVar("_Model", Gguf, ModelFolder)
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 11  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 12  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256
 
 _TRANSFORMERS = importlib.metadata.version("transformers")  # importing it takes a second
 
-TENSOR_NAMES = "tensors.json"  # per parameter: the fields of its TensorUse
+TENSOR_NAMES = "tensors.json"  # of a GGUF file, per parameter: the fields of its TensorUse
 ROPE_FACTORS = "rope_freqs.weight"  # tensor that divides the frequencies of rotary angles: Llama 3's scaling, not in the metadata
 _ONE_ROW = "shared_expert_gate.weight"  # A matrix whose one row is a vector in the file.
 _VECTORS = (".A_log", ".D", ".mamba.norm.weight", ".mixer.norm.weight")  # Have several dimensions in some files.

@@ -77,7 +77,7 @@ def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["tokens"], route_class=ParsedBodyRoute)
     engine = state.engine
     prompts = state.prompts
-    tokens = LlamaTokenizer(engine, prompts)
+    tokens = LlamaTokenizer(engine, prompts, state.texts)
 
     def encode_prompt(text: str, *, add_special: bool) -> list[int]:
         return prompts.to_continue(text, parse_special=True) if add_special else engine.encode_text(text, parse_special=True)

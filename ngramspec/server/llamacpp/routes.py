@@ -46,7 +46,7 @@ RESERVE = 256  # tokens of the context that /infill keeps free for the middle if
 
 def make_router(state: ServerState) -> APIRouter:
     routes = APIRouter(tags=["llama.cpp"], route_class=ParsedBodyRoute)
-    tokens = LlamaTokenizer(state.engine, state.prompts)
+    tokens = LlamaTokenizer(state.engine, state.prompts, state.texts)
     handler = _LlamaHandler(state, tokens)
 
     @routes.post("/infill", responses=GENERATES)

@@ -20,8 +20,8 @@ MAX_TEXTS = 1024  # in a list of texts and ids: each takes some time of its own
 class LlamaTokenizer:
     """The tokens of one engine. Threads may share it."""
 
-    def __init__(self, engine: Engine, prompts: Prompts) -> None:
-        self.engine, self.prompts, self.texts = engine, prompts, TokenTexts(engine.tokenizer)
+    def __init__(self, engine: Engine, prompts: Prompts, texts: TokenTexts) -> None:
+        self.engine, self.prompts, self.texts = engine, prompts, texts
 
     @property
     def tokenizer(self) -> Any:
