@@ -89,7 +89,8 @@ class SamplingParams:
     healed: str = option(
         "",
         TextKind(),
-        "The end of the prompt's text, if its token ids leave it out: the first tokens spell it, and it is no part of the output's text.",
+        "The end of the prompt's text, if its token ids leave it out: the first tokens spell it, and it is no part of the output's text. "
+        "Tokens that only spell it do not count for `max_tokens`.",
         flags=None,
     )
     logprobs: int | None = option(

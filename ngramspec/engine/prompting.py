@@ -15,7 +15,7 @@ from ngramspec.engine.request import Files
 from ngramspec.errors import InvalidInputError, PromptTooLongError, UnsupportedModelError
 from ngramspec.grammar.base import Grammar
 from ngramspec.prompts.chat_template import Prompts, Style
-from ngramspec.prompts.fim import MIDDLE_LINES, Fim, FimOptions
+from ngramspec.prompts.fim import MAX_UNFINISHED, MIDDLE_LINES, Fim, FimOptions
 from ngramspec.prompts.messages import read_messages, read_tools
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.sampling_params import SamplingParams
@@ -61,8 +61,8 @@ class PromptMaker:
         names = {name: value for name, value in (("path", path), ("repo", repo)) if value is not None}
         for name, text in {"prefix": prefix, "suffix": suffix, **names}.items():
             check_unicode(text, name)
-        length = self._max_model_len
-        is_healed, limit = params.grammar is None and params.allowed_token_ids is None, length - min(params.max_tokens, length // 2)
+        is_healed = params.grammar is None and params.allowed_token_ids is None
+        limit = self._max_model_len - min(params.max_tokens + MAX_UNFINISHED, self._max_model_len // 2)
         try:
             ids = self.fim.make_prompt(prefix, suffix, files, limit=limit, is_healed=is_healed, **names)
         except ValueError as error:

@@ -87,7 +87,8 @@ class Sequence:
         self.stop_ids, self.stop_tokens, self.speculation = options.stop_ids, options.stop_tokens, options.speculation
         self.prediction, self.tenant, self.datastores = options.prediction, options.tenant, options.datastores
         self.n_prompt = self.n_tokens = len(prompt)
-        self.limit = min(self.n_prompt + params.max_tokens, options.max_len)
+        most_spelled = len(params.healed.encode())  # a token spells a byte at least; `append` counts them
+        self.limit = min(self.n_prompt + most_spelled + params.max_tokens, options.max_len)
         self.buffer = np.empty(self.limit, np.int32)
         self.buffer[: self.n_prompt] = prompt
         self.last_token, self.previous_token = int(prompt[-1]), int(prompt[-2]) if self.n_prompt > 1 else -1
@@ -172,7 +173,10 @@ class Sequence:
         self.buffer[self.n_tokens] = token
         self.n_tokens += 1
         self.previous_token, self.last_token = self.last_token, token
+        beginning = self.sampler.constraint
         self.sampler.accept(token)
+        if beginning is not None and beginning.is_over:
+            self.limit = min(self.n_prompt + beginning.n_spelled + self.params.max_tokens, self.limit)
         choice = self.choice
         choice.token_ids.append(token)
         if logprob is not None and choice.logprobs is not None:

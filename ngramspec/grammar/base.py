@@ -142,6 +142,11 @@ class Constraint(Protocol):
         """Whether any tokens may follow, for good."""
         ...
 
+    @property
+    def n_spelled(self) -> int:
+        """Tokens so far that only spell what the prompt left out (`grammar.healing`), which `max_tokens` does not count."""
+        ...
+
     def mask(self) -> np.ndarray:
         """Return the tokens that may come next, [W] uint32: token t is bit t % 32 of word t // 32.
 

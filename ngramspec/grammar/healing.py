@@ -16,9 +16,9 @@ class Healing:
 
     complete = False
 
-    def __init__(self, spelling: Spelling, letters: str) -> None:
-        """Begin an output that is to spell `letters`, which are of `Spelling.to_letters`."""
-        self._spelling, self._letters = spelling, letters
+    def __init__(self, spelling: Spelling, letters: str, n_spelled: int = 0) -> None:
+        """Begin an output that is to spell `letters`, which are of `Spelling.to_letters`, after `n_spelled` tokens of it."""
+        self._spelling, self._letters, self.n_spelled = spelling, letters, n_spelled
 
     @property
     def is_over(self) -> bool:
@@ -28,10 +28,11 @@ class Healing:
         return self._spelling.find_mask(self._letters)
 
     def accept(self, token: int) -> None:
+        self.n_spelled += self._spelling.is_beginning(self._letters, token)
         self._letters = self._spelling.cut(self._letters, token)
 
     def fork(self) -> Healing:
-        return Healing(self._spelling, self._letters)
+        return Healing(self._spelling, self._letters, self.n_spelled)
 
     def make_lookahead(self) -> HealingLookahead:
         return HealingLookahead(self._spelling, self._letters)

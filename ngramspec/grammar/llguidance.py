@@ -225,6 +225,10 @@ class GrammarState:
     def is_over(self) -> bool:
         return False
 
+    @property
+    def n_spelled(self) -> int:
+        return 0
+
     def mask(self) -> np.ndarray:
         if self._mask is None:
             if self._forced:

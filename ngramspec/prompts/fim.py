@@ -40,7 +40,7 @@ MIDDLE_LINES = 8
 # What is left out of a prompt at its end and spelled by the output's first tokens, since tokenizers would not end a token there: the
 # beginning of a word with a blank or a sign before it, digits, signs, or blanks.
 _UNFINISHED = re.compile(r"(?:[^\w\n]|_)?[^\W\d_]+\Z|\d{1,3}\Z| ?(?:[^\w\s]|_)+\Z|[^\S\n]+\Z")
-MAX_UNFINISHED = 64  # characters
+MAX_UNFINISHED = 64  # characters, and tokens that prompts leave room for, for the output to spell them
 # Of more than MANY_FILES further files the first ones are left out, but for the last FEWEST_FILES. llama.vim sends 16 and drops about three
 # at every place that is visited; 60 functions of trio were written with 400,000 computed tokens of prompts instead of 1,060,000.
 MANY_FILES, FEWEST_FILES = 8, 4

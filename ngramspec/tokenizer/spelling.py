@@ -53,6 +53,10 @@ class Spelling:
         name = self._backend.id_to_token(token) or ""
         return letters[len(name) :] if letters.startswith(name) else ""
 
+    def is_beginning(self, letters: str, token: int) -> bool:
+        """Return whether a token of these letters' mask spells nothing beyond them."""
+        return letters.startswith(self._backend.id_to_token(token) or letters)
+
     def can_begin(self, letters: str, token: int) -> bool:
         """Return whether a token is in the mask of these letters."""
         name = self._get_name(token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numba
@@ -96,6 +97,20 @@ def test_stops_and_lengths_end_texts_where_single_steps_do(build: Callable[..., 
     for n in range(1, 40):
         assert several.complete(PROMPT, SamplingParams(max_tokens=n, ignore_eos=True)).token_ids == text[:n]
     assert record
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_native_steps_after_a_word_that_is_spelled(build: Callable[..., tuple[Engine, Record]], params: SamplingParams) -> None:
+    native, record = build()
+    single, _ = build(several=False)
+    for n in (1, 2, 60):
+        healed = replace(params, max_tokens=n, healed="word")  # a token spells a byte
+        a, b, c = (
+            engine.complete(PROMPT, healed, **hints) for engine, hints in ((native, {}), (single, {}), (single, {"speculation": False}))
+        )
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason) == (c.token_ids, "length")
+        assert len(a.token_ids) == 4 + n
+    assert any(len(gained.records) > 1 for gained in record)
 
 
 def test_texts_beside_others_and_in_a_pool_that_is_too_small(build: Callable[..., tuple[Engine, Record]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,8 +75,34 @@ def test_outputs_begin_with_the_piece(engine: Engine, piece: str, options: dict[
         assert written.startswith(piece.encode())
         assert QWEN.decode(choice.token_ids, skip_special_tokens=True) == piece + choice.text == piece + "".join(choice.texts)
         if "n" not in options and "repetition_penalty" not in options:  # from there on nothing is held
-            rest = engine.complete(PROMPT + choice.token_ids[:n_spelled], max_tokens=24 - n_spelled, ignore_eos=True, **options)
+            n_left = len(choice.token_ids) - n_spelled
+            rest = engine.complete(PROMPT + choice.token_ids[:n_spelled], max_tokens=n_left, ignore_eos=True, **options)
             assert rest.token_ids == choice.token_ids[n_spelled:]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1, "n": 2}, {"stop": ["no such text"]}], ids=str)
+@pytest.mark.parametrize("piece", PIECES)
+def test_tokens_that_only_spell_the_piece_do_not_count(engine: Engine, piece: str, options: dict[str, Any]) -> None:
+    texts, given = list_bytes(QWEN), {"ignore_eos": True, "healed": piece, **options}
+    whole = engine.complete(PROMPT, max_tokens=60, **given)
+    for most in (1, 2, 20):
+        drafted = engine.complete(PROMPT, max_tokens=most, prediction=whole.text, **given)
+        plain = engine.complete(PROMPT, max_tokens=most, speculation=False, **given)
+        streamed: dict[int, list[int]] = {}
+        for delta in engine.stream(PROMPT, max_tokens=most, **given):
+            streamed.setdefault(delta.index, []).extend(delta.token_ids)
+        for choice, other, longer in zip(drafted.choices, plain.choices, whole.choices, strict=True):
+            assert choice.token_ids == other.token_ids == streamed[choice.index]
+            lengths = list(itertools.accumulate(len(texts[token]) for token in choice.token_ids if token in texts))
+            assert len(choice.token_ids) == most + sum(length <= len(piece.encode()) for length in lengths)
+            assert choice.token_ids == longer.token_ids[: len(choice.token_ids)]
+            assert choice.finish_reason == "length"
+
+
+def test_the_context_ends_what_is_healed(engine: Engine) -> None:
+    for n_free in (1, 2, 3, 4):
+        prompt = (PROMPT * 40)[: engine.max_model_len - n_free]
+        assert len(engine.complete(prompt, max_tokens=9, ignore_eos=True, healed=" ret").token_ids) == n_free
 
 
 def test_stop_strings_are_looked_for_behind_the_piece(engine: Engine) -> None:

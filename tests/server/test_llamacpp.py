@@ -321,6 +321,21 @@ def test_a_file_that_is_too_long_is_cut(editor: httpx.Client, fim_engine: Engine
     assert post(editor, "/infill", everything) == {"truncated": True}
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_word_that_is_spelled_takes_nothing_of_what_is_predicted(editor: httpx.Client, fim: Fim, n: int) -> None:
+    body = {"input_suffix": AFTER, "n_predict": n, "ignore_eos": True, "return_tokens": True}
+    for before in (BEFORE, "x = 1\n" * 400):  # the second fills the context
+        whole = body | {"input_prefix": before, "prompt": "    wrapp"}
+        spelled = fim.find_unfinished(before + "    wrapp")
+        answer, events = post(editor, "/infill", whole), streamed(editor, "/infill", whole)
+        assert len(answer["tokens"]) == len(spelled) + n, "a token for each byte"
+        assert answer["tokens_predicted"] == answer["timings"]["predicted_n"] == len(answer["tokens"])
+        assert (answer["stop_type"], answer["truncated"]) == ("limit", False)
+        assert answer["content"] == "".join(event["content"] for event in events)
+        asked = {"prompt": BEFORE + "    wrapp", "suffix": AFTER, "max_tokens": n, "ignore_eos": True}
+        assert post(editor, "/v1/completions", asked)["usage"]["completion_tokens"] == len(spelled) + n
+
+
 def test_several_middles(editor: httpx.Client) -> None:
     body = {"input_prefix": "a", "input_suffix": "b", "n_predict": 8, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
     answers = post(editor, "/infill", body | {"n_cmpl": 3})

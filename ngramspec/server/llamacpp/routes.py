@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec import __version__
 from ngramspec.engine.llm_engine import Hints
 from ngramspec.grammar.base import Grammar
+from ngramspec.prompts.fim import MAX_UNFINISHED
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, check_site, identify, require_operator
 from ngramspec.server.engine_input import EngineInput, encode_prediction, make_hints, read_bias
@@ -151,7 +152,7 @@ class _LlamaHandler:
     def read_infill(self, body: InfillBody) -> tuple[tuple[str, str, list[tuple[str, str]]], int]:
         """Return prefix, suffix and further files of a prompt to fill in the middle, and how many tokens it may have."""
         length = self.engine.max_model_len
-        reserve = min(body.n_predict, length // 2) if body.n_predict > 0 else min(RESERVE, length // 4)
+        reserve = min(body.n_predict + MAX_UNFINISHED, length // 2) if body.n_predict > 0 else min(RESERVE, length // 4)
         limit = min(length - reserve, self.state.settings.limits.prompt_tokens or length)
         extra = [(chunk.filename, chunk.text) for chunk in body.input_extra]
         return (body.input_prefix + body.prompt, body.input_suffix, extra), limit
