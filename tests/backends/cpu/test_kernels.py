@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +30,10 @@ from weights import (
 
 from ngramspec.backends.cpu.codegen import targets
 from ngramspec.backends.cpu.codegen.activations import emit_quantise
-from ngramspec.backends.cpu.codegen.kernels import FEW_ROWS, FLOAT_ROWS, INT8_ROWS, CompiledModules, Kernels, build_module
+from ngramspec.backends.cpu.codegen.kernels import FEW_ROWS, FLOAT_ROWS, CompiledModules, Kernels, build_module
 from ngramspec.backends.cpu.codegen.products import emit_float32, emit_int8
 from ngramspec.backends.cpu.codegen.targets import Target, get_host_target, list_targets
+from ngramspec.backends.cpu.codegen.tiles import emit_int8_tiles
 from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, quantise_row
 from ngramspec.backends.cpu.packing import PackedWeight
@@ -39,7 +41,7 @@ from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.sampling.numeric import compute_gelu, exp
 
 N, K = 37, 768
-MOST = max(INT8_ROWS)
+MOST = 16  # as many as a tile has
 # Formats whose kernels are compiled for every number of rows for every target, which takes seconds for each; others' are for the best one.
 ALL_ROWS = ("Q4_0", "Q4_K", "Q6_K", "F16")
 # Formats that are compiled here: others of IQ1, IQ2 and IQ3 differ in values alone, or have the same (`test_packing` tries all).
@@ -61,7 +63,7 @@ def bias_of(n_panels: int) -> np.ndarray:
 
 def get_functions(kernels: Kernels, kind: str, fmt: WeightFormat, int8: bool) -> dict[int, int]:
     functions = kernels.get_row_functions(fmt, int8, few=kind not in ALL_ROWS and kernels.target != get_host_target())
-    assert tuple(functions) in (FEW_ROWS, INT8_ROWS if int8 else FLOAT_ROWS)
+    assert tuple(functions) in (FEW_ROWS, kernels.list_row_counts(fmt, int8))
     return functions
 
 
@@ -125,6 +127,22 @@ def test_int8_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: str, 
                 same_bits(multiply(function, weight, codes[some], act_scales[some], bias), expected[some])
 
 
+@pytest.mark.skipif(not get_host_target().tiles, reason="this processor has no AMX, or the system keeps it back")
+@pytest.mark.parametrize("kind", [kind for kind in COMPILED if not QUANTISED[kind].by_16])
+@pytest.mark.parametrize("n_inputs", [32, 64, 96, 128, 160, 416, 256, 1024])
+def test_tiles_multiply_any_number_of_blocks(kind: str, n_inputs: int, generic: Kernels, kernels_of: Callable[[Target], Kernels]) -> None:
+    if QUANTISED[kind].by_super and n_inputs % 256:
+        pytest.skip("whole super-blocks only")
+    weight, x = random_weight(kind, N, n_inputs), activations(MOST, n_inputs)
+    bias = bias_of(weight.n_panels)
+    codes, act_scales = codes_and_act_scales(generic, x, weight.format)
+    expected = multiply_few(generic, weight, codes, act_scales, bias)
+    tiles = kernels_of(get_host_target())
+    assert {8, 12, 16} <= set(tiles.list_row_counts(weight.format, True))
+    for rows, function in tiles.get_row_functions(weight.format, True).items():
+        same_bits(multiply(function, weight, codes[:rows], act_scales[:rows], bias), expected[:rows])
+
+
 @pytest.mark.parametrize("kind", COMPILED)
 def test_the_largest_codes(kind: str, generic: Kernels, other: Kernels) -> None:
     """Where sums are begun in 16 bits, they fit."""
@@ -132,13 +150,13 @@ def test_the_largest_codes(kind: str, generic: Kernels, other: Kernels) -> None:
     weight.data[:, weight.codes_at :] = 255
     x = np.array([3.0, -3.0, 2.9, -2.9, 3.0, -3.0])[:, None] * np.ones(K, np.float32)
     x[2, ::2] = x[3, 1::2] = 0
+    x = np.resize(x, (MOST, K))
     codes, act_scales = codes_and_act_scales(generic, x.astype(np.float32), weight.format)
     assert {codes.min(), codes.max()} == {-127, 127}
     bias = bias_of(weight.n_panels)
     expected = multiply_few(generic, weight, codes, act_scales, bias)
     for rows, function in get_functions(other, kind, weight.format, True).items():
-        if rows <= len(x):
-            same_bits(multiply(function, weight, codes[:rows], act_scales[:rows], bias), expected[:rows])
+        same_bits(multiply(function, weight, codes[:rows], act_scales[:rows], bias), expected[:rows])
 
 
 @pytest.mark.parametrize("kind", [*COMPILED, *PlainFormat.__members__])
@@ -294,9 +312,15 @@ def test_targets_are_listed_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("+neon,+dotprod,+i8mm") == ["usdot", "neon", "plain"]
     assert names("+neon,+i8mm") == ["plain"]
     assert names("+neon") == ["plain"]
+    amx = "+avx2,+fma,+f16c,+avx512bw,+avx512vnni,+amx-int8,+amx-tile"
+    for allowed in (True, False):  # by the system
+        monkeypatch.setattr(targets, "request_tiles", lambda allowed=allowed: allowed)
+        assert names(amx) == ["vnni512"] * (1 + allowed) + ["maddubs", "plain"]
+        assert list_targets()[0].tiles == allowed
+    assert not any(target.tiles for target in list_targets()[1:])
 
 
-def assemble(triple: str, target: Target, fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool) -> str:
+def assemble(triple: str, target: Target, fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], write: Callable[..., None]) -> str:
     """Write the kernels in assembly."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -304,7 +328,7 @@ def assemble(triple: str, target: Target, fmt: QuantFormat | PlainFormat, counts
         machine = binding.Target.from_triple(triple).create_target_machine(cpu=target.cpu, features=target.features, opt=3)
     except RuntimeError:
         pytest.skip(f"this llvmlite does not write code for {triple}")
-    source = build_module(target, fmt, counts, emit_int8 if int8 else emit_float32)
+    source = build_module(target, fmt, counts, write)
     parsed = binding.parse_assembly(re.sub('target triple = ".*"', f'target triple = "{triple}"', source))
     parsed.verify()
     passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
@@ -315,7 +339,9 @@ def assemble(triple: str, target: Target, fmt: QuantFormat | PlainFormat, counts
 def aarch64(fmt: QuantFormat | PlainFormat, counts: tuple[int, ...], int8: bool, dot: str = "neon") -> str:
     """Assembly of the kernels that a processor of that kind with dot products gets."""
     features = "+dotprod,+i8mm" if dot == "usdot" else "+dotprod"
-    return assemble("aarch64-unknown-linux-gnu", Target("NEON", dot, "generic", features, True, 6), fmt, counts, int8)
+    return assemble(
+        "aarch64-unknown-linux-gnu", Target("NEON", dot, "generic", features, True, 6), fmt, counts, emit_int8 if int8 else emit_float32
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "IQ4_XS"])
@@ -336,9 +362,22 @@ def test_float32_code_for_arm() -> None:
     assert "fcvtl" in code
 
 
+@pytest.mark.parametrize(("kind", "dot", "n_products"), [("Q5_0", "tdpbssd", 4), ("Q4_K", "tdpbsud", 8)])
+def test_code_for_tiles(kind: str, dot: str, n_products: int) -> None:
+    """A product of tiles for each block of the loop's body, none where fewer rows or scales of 16 inputs are multiplied."""
+    target = Target("AMX", "vnni512", "sapphirerapids", "", True, 24, tiles=True)
+    for fmt, rows in ((QUANTISED[kind], 16), (QUANTISED[kind], 6), (QUANTISED["Q6_K"], 12)):
+        code = assemble("x86_64-unknown-linux-gnu", target, fmt, (rows,), emit_int8_tiles)
+        expected = n_products if rows == 16 else 0
+        assert len(re.findall(rf"\b{dot}\t", code)) == expected
+        assert len(re.findall(r"\btilestored\t", code)) == expected
+        assert ("vpdpbusd" in code) == (rows != 16)
+        assert len(re.findall(r"\btilerelease\b", code)) == len(re.findall(r"\bldtilecfg\b", code)) == (rows == 16)
+
+
 def test_vectors_that_do_not_fit_into_registers_cross_no_line_of_the_cache() -> None:
     target = Target("AVX2", "maddubs", "x86-64-v3", "", True, 6)
-    code = assemble("x86_64-unknown-linux-gnu", target, QUANTISED["Q6_K"], (8,), True)
+    code = assemble("x86_64-unknown-linux-gnu", target, QUANTISED["Q6_K"], (8,), emit_int8)
     on_stack = re.findall(r"\b(vmov\w+)\t%ymm\d+, -?\d*\(%rsp\)", code)
     assert len(on_stack) > 20, "eight rows leave no register free"
     assert set(on_stack) <= {"vmovaps", "vmovdqa"}, "these demand an address that is a multiple of 32"

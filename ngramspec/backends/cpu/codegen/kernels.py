@@ -18,15 +18,16 @@ import llvmlite
 from llvmlite import binding, ir
 
 from ngramspec.backends.cpu import formats
-from ngramspec.backends.cpu.codegen import activations, emitter, products
+from ngramspec.backends.cpu.codegen import activations, emitter, products, tiles
 from ngramspec.backends.cpu.codegen.activations import emit_activation, emit_clamped_swiglu, emit_quantise
 from ngramspec.backends.cpu.codegen.emitter import LONG, Emitter
 from ngramspec.backends.cpu.codegen.products import emit_float32, emit_int8, emit_unpack
 from ngramspec.backends.cpu.codegen.targets import Target, get_host_target
+from ngramspec.backends.cpu.codegen.tiles import emit_int8_tiles, list_tile_rows
 from ngramspec.backends.cpu.formats import LINE, QuantFormat, WeightFormat
 from ngramspec.datastore import bundled_code
 
-INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # Row counts with a kernel of their own; other counts are made up of these.
+INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # Row counts with a kernel of their own, besides those of tiles; other counts are made up of these.
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
 FEW_ROWS = (1, 4)  # Row counts compiled for a few passes only, of either precision: they take a seventh of the time to compile.
 KEPT = 300  # Compiled modules kept in the folder, latest first; one version needs some tens.
@@ -88,15 +89,20 @@ class Kernels:
         self._lock = threading.Lock()
 
     def get_row_functions(self, fmt: WeightFormat, int8: bool, *, few: bool = False) -> dict[int, int]:
-        """Return the kernels by number of rows: INT8_ROWS or FLOAT_ROWS, or with `few` only FEW_ROWS."""
-        assert not int8 or isinstance(fmt, QuantFormat), fmt
+        """Return the kernels by number of rows: those of `list_row_counts`, or with `few` only FEW_ROWS."""
         with self._lock:
             if (fmt, int8, few) not in self._found:
-                counts = FEW_ROWS if few else INT8_ROWS if int8 else FLOAT_ROWS
-                write = emit_int8 if int8 else emit_float32
+                counts = FEW_ROWS if few else self.list_row_counts(fmt, int8)
+                write = emit_float32 if not int8 else emit_int8_tiles if self.target.tiles else emit_int8
                 address = self._code.compile(f"{fmt} {int8} {counts}", lambda: build_module(self.target, fmt, counts, write))
                 self._found[fmt, int8, few] = {rows: address(f"rows_{rows}") for rows in counts}
             return self._found[fmt, int8, few]
+
+    def list_row_counts(self, fmt: WeightFormat, int8: bool) -> tuple[int, ...]:
+        if not int8:
+            return FLOAT_ROWS
+        assert isinstance(fmt, QuantFormat), fmt
+        return tuple(sorted({*INT8_ROWS, *list_tile_rows(fmt)})) if self.target.tiles else INT8_ROWS
 
     def get_quantise(self, formats: Iterable[WeightFormat]) -> int:
         """Return a function that quantises activations for products with weights of these formats; 0 if no format has blocks.
@@ -159,7 +165,7 @@ _DIGEST: list[str] = []
 
 def _compute_source_digest() -> str:
     if not _DIGEST:
-        sources = [Path(str(module.__file__)) for module in (activations, emitter, products, formats)] + [Path(__file__)]
+        sources = [Path(str(module.__file__)) for module in (activations, emitter, products, tiles, formats)] + [Path(__file__)]
         _DIGEST.append(hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest())
     return _DIGEST[0]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -26,7 +26,7 @@ def emit_int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) ->
         qs.append(e.b.add(qs[-1], q_step))
 
     with b.if_then(b.icmp_signed(">", n_panels, LONG(0))), e.loop(n_panels, []) as (p, _, _):
-        panel = _Panel(e, fmt, p, args)
+        panel = Panel(e, fmt, p, args)
         n_turns, emit = (b.lshr(n_blocks, LONG(SUPER_SHIFT)), _emit_int8_super) if fmt.by_super else (n_blocks, _emit_int8_block)
         with e.loop(n_turns, [panel.bias] * n_rows) as (i, totals, ends):
             ends += emit(e, fmt, panel, totals, i, xs, qs)
@@ -36,7 +36,7 @@ def emit_int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) ->
             y = b.add(y, args[12])
 
 
-class _Panel:
+class Panel:
     """Addresses of one panel; `next`: of the one after it, which comes into the cache, bit by bit, while this one is multiplied."""
 
     def __init__(self, e: Emitter, fmt: QuantFormat, p: Any, args: Sequence[Any]) -> None:
@@ -49,16 +49,13 @@ class _Panel:
         self.bias, self.y = e.load(b.add(bias0, shift), FLOATS, 4), b.add(y0, shift)
 
 
-def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: _Panel, i: Any, xs: list[Any]) -> list[list[Any]]:
+def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any, xs: list[Any]) -> list[list[Any]]:
     """Emit the dot products of block i with codes from which no zero has been taken but what `_find_zero` leaves out.
 
     Returns sums [rows][parts].
     """
     b = e.b
-    step = fmt.code_bytes + fmt.scale_bytes + fmt.super_bytes // SUPER  # the share that a block has in a panel
-    cursor = b.add(panel.next, b.mul(i, LONG(step)))
-    for line in range(0, step, LINE):
-        e.prefetch(e.add_offset(cursor, line))
+    prefetch_next(e, fmt, panel, i)
     codes = cache(e.make_code_reader(fmt, b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
     at_once = AT_ONCE if e.target.dot == "vnni512" else len(xs)
@@ -66,32 +63,46 @@ def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: _Panel, i: Any, xs
     return [sums for rows in groups for sums in e.emit_products(codes, rows, fmt.bits, fmt.n_parts)]
 
 
+def prefetch_next(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any) -> None:
+    """Emit requests for block i's share of the next panel."""
+    step = fmt.code_bytes + fmt.scale_bytes + fmt.super_bytes // SUPER
+    cursor = e.b.add(panel.next, e.b.mul(i, LONG(step)))
+    for line in range(0, step, LINE):
+        e.prefetch(e.add_offset(cursor, line))
+
+
 def _find_zero(e: Emitter, fmt: QuantFormat) -> int:
     """Return the zero that codes still contain in dot products: signed ones of codes of 8 bits have taken 128 off."""
     return fmt.zero - 128 if e.target.dot == "neon" and fmt.bits == 8 else fmt.zero
 
 
-def _emit_int8_block(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[Any], i: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
+def _emit_int8_block(e: Emitter, fmt: QuantFormat, panel: Panel, totals: list[Any], i: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
     """Emit the totals of the rows plus block i's products."""
     b, zero = e.b, _find_zero(e, fmt)
     q_at = [b.add(q, b.mul(i, LONG(ACT_SCALE_BYTES))) for q in qs]
     sums = _emit_block_products(e, fmt, panel, i, xs)
-    scales_at = b.add(panel.scales, b.mul(i, LONG(fmt.scale_bytes)))
-    scale = e.load_scales(fmt, scales_at)
-    offset = e.load_halves(e.add_offset(scales_at, 2 * WIDTH)) if fmt.offsets else None
-    ends = []
+    scales, ends = load_block_scales(e, fmt, panel, i), []
     for q, (whole,), total in zip(q_at, sums, totals, strict=True):
-        x_scale = e.spread(e.load(q, FLOAT, 4))
         if zero:
             whole = b.sub(whole, b.mul(e.spread(e.load(e.add_offset(q, 4), WORD, 4)), e.splat_words(zero % 2**32)))
-        end = e.fma(e.to_floats(whole), b.fmul(scale, x_scale), total)
-        if offset is not None:
-            end = e.fma(offset, e.spread(e.load(e.add_offset(q, 12), FLOAT, 4)), end)
-        ends.append(end)
+        ends.append(add_block(e, scales, whole, q, total))
     return ends
 
 
-def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[Any], s: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
+def load_block_scales(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any) -> tuple[Any, Any]:
+    """Emit the scale and the offset of block i; None if it has no offsets."""
+    at = e.b.add(panel.scales, e.b.mul(i, LONG(fmt.scale_bytes)))
+    return e.load_scales(fmt, at), e.load_halves(e.add_offset(at, 2 * WIDTH)) if fmt.offsets else None
+
+
+def add_block(e: Emitter, scales: tuple[Any, Any], whole: Any, q: Any, total: Any) -> Any:
+    """Emit a row's total plus a block's sum of products; the activation scales of the row's block lie at q."""
+    scale, offset = scales
+    total = e.fma(e.to_floats(whole), e.b.fmul(scale, e.spread(e.load(q, FLOAT, 4))), total)
+    return total if offset is None else e.fma(offset, e.spread(e.load(e.add_offset(q, 12), FLOAT, 4)), total)
+
+
+def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: Panel, totals: list[Any], s: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
     """Emit the totals of the rows plus super-block s's products.
 
     Sums of a scale's 16 or 32 codes are integers, their sum over the super-block one chain of float32.
@@ -103,7 +114,7 @@ def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[A
     with e.loop(LONG(SUPER), [ZEROS] * n_rows) as (j, carried, products):
         i = b.add(first, j)
         sums = _emit_block_products(e, fmt, panel, i, xs)
-        scales = [e.to_floats(_load_integer(e, fmt, panel.scales, i, n)) for n in range(n_parts)]
+        scales = [e.to_floats(load_integer(e, fmt, panel.scales, i, n)) for n in range(n_parts)]
         for r, total in enumerate(carried):
             for n, (part, scale) in enumerate(zip(sums[r], scales, strict=True)):
                 if zero != fmt.zero:  # put back what was taken off the codes: sums are rounded from here on
@@ -112,30 +123,47 @@ def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: _Panel, totals: list[A
                     part = b.add(part, e.spread(of_codes))
                 total = e.fma(e.to_floats(part), scale, total)
             products.append(total)
-    heads = b.add(panel.supers, b.mul(s, LONG(fmt.super_bytes)))
-    scale = e.load_super_scales(fmt, heads)
-    offset = b.fneg(e.load_halves(e.add_offset(heads, 2 * WIDTH))) if fmt.offsets else None
-    of_sums = [NOUGHTS] * n_rows  # the sums of the codes of x, each times its integer offset, or the scale that the zero has
-    if offset is not None or fmt.zero:
-        for pair in range(SUPER * n_parts // 2):
-            places = [divmod(2 * pair + n, n_parts) for n in range(2)]
-            shift = n_parts if fmt.offsets else 0
-            integers = [_load_integer(e, fmt, panel.scales, b.add(first, LONG(block)), shift + n) for block, n in places]
-            both = b.or_(b.and_(integers[0], e.splat_words(0xFFFF)), b.shl(integers[1], e.splat_words(16)))
-            of_sums = [e.emit_pair_dot(of_sums[r], both, e.load(e.add_offset(sums_at[r], 4 * pair), WORD, 4)) for r in range(n_rows)]
-    ends = []
-    for r in range(n_rows):
-        x_scale, whole = e.spread(e.load(q_at[r], FLOAT, 4)), products[r]
-        if fmt.zero:
-            whole = e.fma(e.to_floats(of_sums[r]), ir.Constant(FLOATS, [-float(fmt.zero)] * WIDTH), whole)
-        end = e.fma(whole, b.fmul(scale, x_scale), totals[r])
-        if offset is not None:
-            end = e.fma(e.to_floats(of_sums[r]), b.fmul(offset, x_scale), end)
-        ends.append(end)
-    return ends
+    whole = load_super_scales(e, fmt, panel, s)
+    return [add_super(e, fmt, whole, *row) for row in zip(products, q_at, totals, strict=True)]
 
 
-def _load_integer(e: Emitter, fmt: QuantFormat, scales: Any, i: Any, n: int) -> Any:
+class SuperScales(NamedTuple):
+    """Scales of a super-block of a panel."""
+
+    scale: Any
+    offset: Any
+    """None if it has no offsets."""
+    pairs: list[Any]
+    """What the sums of x are multiplied with, two int16 in a word: integer offsets, or the scales that the zero has."""
+
+
+def load_super_scales(e: Emitter, fmt: QuantFormat, panel: Panel, s: Any) -> SuperScales:
+    heads, first = e.b.add(panel.supers, e.b.mul(s, LONG(fmt.super_bytes))), e.b.shl(s, LONG(SUPER_SHIFT))
+    offset = e.b.fneg(e.load_halves(e.add_offset(heads, 2 * WIDTH))) if fmt.offsets else None
+    pairs = [_load_integer_pair(e, fmt, panel, first, n) for n in range(SUPER * fmt.n_parts // 2)] if fmt.offsets or fmt.zero else []
+    return SuperScales(e.load_super_scales(fmt, heads), offset, pairs)
+
+
+def _load_integer_pair(e: Emitter, fmt: QuantFormat, panel: Panel, first: Any, pair: int) -> Any:
+    places, shift = [divmod(2 * pair + n, fmt.n_parts) for n in range(2)], fmt.n_parts if fmt.offsets else 0
+    low, high = (load_integer(e, fmt, panel.scales, e.add_offset(first, block), shift + n) for block, n in places)
+    return e.b.or_(e.b.and_(low, e.splat_words(0xFFFF)), e.b.shl(high, e.splat_words(16)))
+
+
+def add_super(e: Emitter, fmt: QuantFormat, scales: SuperScales, product: Any, q: Any, total: Any) -> Any:
+    """Emit a row's total plus a super-block's chain of products; the activation scales of the row's super-block lie at q."""
+    of_sums = NOUGHTS
+    for pair, integers in enumerate(scales.pairs):
+        at = e.add_offset(q, (HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) + 4 * pair)
+        of_sums = e.emit_pair_dot(of_sums, integers, e.load(at, WORD, 4))
+    if fmt.zero:
+        product = e.fma(e.to_floats(of_sums), ir.Constant(FLOATS, [-float(fmt.zero)] * WIDTH), product)
+    x_scale = e.spread(e.load(q, FLOAT, 4))
+    total = e.fma(product, e.b.fmul(scales.scale, x_scale), total)
+    return total if scales.offset is None else e.fma(e.to_floats(of_sums), e.b.fmul(scales.offset, x_scale), total)
+
+
+def load_integer(e: Emitter, fmt: QuantFormat, scales: Any, i: Any, n: int) -> Any:
     """Load the n-th integers of block i of a panel whose scales lie at this address: the scales of its parts, then their offsets."""
     at = e.b.add(scales, e.b.add(e.b.mul(i, LONG(fmt.scale_bytes)), LONG(WIDTH * n)))
     integers = e.load_bytes_as_words(at)
@@ -168,11 +196,11 @@ def _make_weight_reader(e: Emitter, fmt: WeightFormat, w: Any, super_at: Any, co
     else:
         heads = b.add(b.add(w, super_at), b.mul(b.lshr(i, LONG(SUPER_SHIFT)), LONG(fmt.super_bytes)))
         scale = e.load_super_scales(fmt, heads)
-        scales = [b.fmul(scale, e.to_floats(_load_integer(e, fmt, w, i, n))) for n in range(n_parts)]
+        scales = [b.fmul(scale, e.to_floats(load_integer(e, fmt, w, i, n))) for n in range(n_parts)]
         offsets = None
         if fmt.offsets:
             least = b.fneg(e.load_halves(e.add_offset(heads, 2 * WIDTH)))
-            offsets = [b.fmul(least, e.to_floats(_load_integer(e, fmt, w, i, n_parts + n))) for n in range(n_parts)]
+            offsets = [b.fmul(least, e.to_floats(load_integer(e, fmt, w, i, n_parts + n))) for n in range(n_parts)]
     groups: dict[int, Any] = {}
 
     def read_weights(j: int) -> Any:

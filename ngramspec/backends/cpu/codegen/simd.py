@@ -23,7 +23,7 @@ from ngramspec.outputs import BLOCK
 
 # What is emitted here depends on the processor's registers and float16 alone: code for a level of processors (`datastore.bundled_code`) is
 # the code of every processor that has it.
-HOST = get_host_target()._replace(name="", dot="", cpu="", features="")
+HOST = get_host_target()._replace(name="", dot="", cpu="", features="", tiles=False)
 # Register tile: panels and rows whose sums fit into vector registers besides the weights. 6 rows by 4 panels take fewer loads than 24 rows
 # by one (50 against 42 thousand million products a second).
 TILE_PANELS = 4 if HOST.chains >= 24 else 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,21 @@ _NAMES = {
     "dotprod": ("asimddp", "hw.optional.arm.FEAT_DotProd"),
     "i8mm": ("i8mm", "hw.optional.arm.FEAT_I8MM"),
 }
+
+
+_TILES = "+amx-int8,+amx-tile"
+_REQUEST_STATE, _ARCH_PRCTL, _TILE_DATA = 0x1023, 158, 18  # ARCH_REQ_XCOMP_PERM and its system call (Linux, arch/x86/include/uapi)
+
+
+@cache
+def request_tiles() -> bool:
+    """Ask the system to let this process use AMX's tiles; return whether it does.
+
+    Linux keeps 8 KiB of them for each thread that computes with them, from the first use on, and only for processes that have asked.
+    """
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
 
 
 def detect_arm_features() -> dict[str, bool]:
@@ -57,6 +74,8 @@ class Target(NamedTuple):
     """Whether there are instructions that convert between float16 and float32."""
     chains: int
     """Accumulators of 16 outputs that fit into registers besides the weights."""
+    tiles: bool = False
+    """Whether there are AMX's tiles of bytes, too."""
 
     def fits_level(self, level: Level) -> bool:
         """Return whether all processors of a level have this target's registers."""
@@ -64,7 +83,8 @@ class Target(NamedTuple):
 
     def cover_level(self, level: Level) -> Target:
         """Return this target for all processors of a level that have its dot products."""
-        return self._replace(cpu=level.name, features=f"{level.features},+avxvnni" if self.dot == "vnni256" else level.features)
+        more = ",+avxvnni" if self.dot == "vnni256" else f",{_TILES}" if self.tiles else ""
+        return self._replace(cpu=level.name, features=level.features + more)
 
 
 def get_host_target() -> Target:
@@ -85,6 +105,8 @@ def list_targets() -> list[Target]:
     flags = ",".join(f"{'+' if on else '-'}{name}" for name, on in sorted(has.items()))
     found = []
     if has.get("avx512vnni") and has.get("avx512bw") and has.get("f16c", True):
+        if has.get("amx-int8") and has.get("amx-tile") and request_tiles():
+            found.append(Target("AMX", "vnni512", cpu, flags, True, 24, tiles=True))
         found.append(Target("AVX-512 VNNI", "vnni512", cpu, flags, True, 24))
     elif has.get("avx512bw"):
         found.append(Target("AVX-512", "maddubs", cpu, flags, True, 24))
