@@ -90,7 +90,7 @@ class SamplingParams:
         "",
         TextKind(),
         "The end of the prompt's text, if its token ids leave it out: the first tokens spell it, and it is no part of the output's text. "
-        "Tokens that only spell it do not count for `max_tokens`.",
+        "Tokens that only spell it do not count for `min_tokens` and `max_tokens`.",
         flags=None,
     )
     logprobs: int | None = option(

@@ -93,7 +93,7 @@ class Sequence:
         self.buffer[: self.n_prompt] = prompt
         self.last_token, self.previous_token = int(prompt[-1]), int(prompt[-2]) if self.n_prompt > 1 else -1
         self.choice = Choice(index, logprobs=None if params.logprobs is None else [])
-        self.min_tokens = params.min_tokens
+        self.min_tokens = most_spelled + params.min_tokens
         if params.prompt_logprobs is not None and index == 0:
             self.prompt_logprobs = [None]
         self.lacks_prompt_logprobs = self.prompt_logprobs is not None and self.n_prompt > 1
@@ -176,7 +176,9 @@ class Sequence:
         beginning = self.sampler.constraint
         self.sampler.accept(token)
         if beginning is not None and beginning.is_over:
-            self.limit = min(self.n_prompt + beginning.n_spelled + self.params.max_tokens, self.limit)
+            n_spelled = self.sampler.n_spelled
+            self.limit = min(self.n_prompt + n_spelled + self.params.max_tokens, self.limit)
+            self.min_tokens = n_spelled + self.params.min_tokens
         choice = self.choice
         choice.token_ids.append(token)
         if logprob is not None and choice.logprobs is not None:

@@ -144,7 +144,7 @@ class Constraint(Protocol):
 
     @property
     def n_spelled(self) -> int:
-        """Tokens so far that only spell what the prompt left out (`grammar.healing`), which `max_tokens` does not count."""
+        """Tokens so far that only spell what the prompt left out (`grammar.healing`), which `min_tokens` and `max_tokens` do not count."""
         ...
 
     def mask(self) -> np.ndarray:

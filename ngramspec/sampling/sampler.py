@@ -297,6 +297,8 @@ class Sampler:
         """Prepare the adjustments. `constraint`: of the text, which the sampler owns; `bad_words`: as token ids."""
         self.params, self.index, self.seed, self.constraint = params, index, seed, constraint
         self._vocab_size = vocab_size
+        self.n_spelled = 0
+        """Tokens of the output that only spell what the prompt left out: `min_tokens` and `max_tokens` do not count them."""
         self.greedy = params.temperature == 0
         self._choose_path()
         self._entries: _Entries | None = None  # made when somebody asks
@@ -350,6 +352,7 @@ class Sampler:
                 self._entries.count(token)
         if self.constraint is not None:
             self.constraint.accept(token)
+            self.n_spelled = self.constraint.n_spelled
             if self.constraint.is_over:
                 self.constraint = None
                 self._choose_path()
@@ -386,7 +389,7 @@ class Sampler:
 
     def adjust_logits(self, row: np.ndarray, position: int) -> np.ndarray:
         """Return the row [V] after grammar, bias, bans and penalties; the row itself if there are none."""
-        banned = position < self.params.min_tokens and len(self.held_back)
+        banned = position - self.n_spelled < self.params.min_tokens and len(self.held_back)
         if not (banned or self.penalised or len(self.ids) or self.constraint or self.allowed is not None or self.bad_words):
             return row
         if self.constraint is None:
@@ -408,14 +411,8 @@ class Sampler:
                 row[self.held_back] = ends
         if self.penalised:
             p = self.params
-            _apply_penalties(
-                row,
-                self.in_prompt,
-                self.counts,
-                np.float32(p.repetition_penalty),
-                np.float32(p.presence_penalty),
-                np.float32(p.frequency_penalty),
-            )
+            penalties = map(np.float32, (p.repetition_penalty, p.presence_penalty, p.frequency_penalty))
+            _apply_penalties(row, self.in_prompt, self.counts, *penalties)
         return row
 
     def compute_weights(self, row: np.ndarray, position: int) -> np.ndarray:
@@ -440,7 +437,7 @@ class Sampler:
     def explain_failure(self, position: int) -> NgramspecError:
         """Return why a device could pick no token from the logits as `list_entries` adjust them."""
         banned = self.ids[self.bias == -np.inf]
-        held = self.held_back if position < self.params.min_tokens else banned
+        held = self.held_back if position - self.n_spelled < self.params.min_tokens else banned
         whole = len(banned) and len(np.union1d(banned, held)) == self._vocab_size
         return _make_banned_error(position) if whole else NotFiniteError(position)
 

@@ -59,14 +59,16 @@ class TextStream:
         self._min_tokens, self._with_stop = min_tokens, with_stop
         self._held, self._n_hidden = "", n_hidden
         self.n_tokens = 0
+        """Tokens of the text, without those of which all is hidden."""
         self.stopped_by: str | None = None
         """The complete stop string, after which the text has ended."""
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that may be shown now, often empty."""
         assert self.stopped_by is None, "push after a stop string"
-        self.n_tokens += 1
-        return self._until_stop(self._pieces.push(token_id))
+        piece = self._pieces.push(token_id)
+        self.n_tokens += not self._n_hidden or len(piece) > self._n_hidden
+        return self._until_stop(piece)
 
     def finish(self) -> str:
         """End the text; return what was held back, which is nothing after a stop string."""

@@ -80,10 +80,17 @@ def test_outputs_begin_with_the_piece(engine: Engine, piece: str, options: dict[
             assert rest.token_ids == choice.token_ids[n_spelled:]
 
 
+def count_spelled(tokens: list[int], piece: str) -> int:
+    """How many of an output's tokens show nothing of the text behind the piece."""
+    texts = list_bytes(QWEN)
+    lengths = itertools.accumulate(len(texts[token]) for token in itertools.takewhile(texts.__contains__, tokens))
+    return sum(length <= len(piece.encode()) for length in lengths)
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1, "n": 2}, {"stop": ["no such text"]}], ids=str)
 @pytest.mark.parametrize("piece", PIECES)
 def test_tokens_that_only_spell_the_piece_do_not_count(engine: Engine, piece: str, options: dict[str, Any]) -> None:
-    texts, given = list_bytes(QWEN), {"ignore_eos": True, "healed": piece, **options}
+    given = {"ignore_eos": True, "healed": piece, **options}
     whole = engine.complete(PROMPT, max_tokens=60, **given)
     for most in (1, 2, 20):
         drafted = engine.complete(PROMPT, max_tokens=most, prediction=whole.text, **given)
@@ -93,8 +100,7 @@ def test_tokens_that_only_spell_the_piece_do_not_count(engine: Engine, piece: st
             streamed.setdefault(delta.index, []).extend(delta.token_ids)
         for choice, other, longer in zip(drafted.choices, plain.choices, whole.choices, strict=True):
             assert choice.token_ids == other.token_ids == streamed[choice.index]
-            lengths = list(itertools.accumulate(len(texts[token]) for token in choice.token_ids if token in texts))
-            assert len(choice.token_ids) == most + sum(length <= len(piece.encode()) for length in lengths)
+            assert len(choice.token_ids) == most + count_spelled(choice.token_ids, piece)
             assert choice.token_ids == longer.token_ids[: len(choice.token_ids)]
             assert choice.finish_reason == "length"
 
@@ -103,6 +109,22 @@ def test_the_context_ends_what_is_healed(engine: Engine) -> None:
     for n_free in (1, 2, 3, 4):
         prompt = (PROMPT * 40)[: engine.max_model_len - n_free]
         assert len(engine.complete(prompt, max_tokens=9, ignore_eos=True, healed=" ret").token_ids) == n_free
+
+
+@pytest.mark.parametrize("stops", ["stop_token_ids", "stop"])
+@pytest.mark.parametrize("piece", ["re", " ret", "return", "日本"])
+def test_stops_wait_for_tokens_behind_the_piece(engine: Engine, piece: str, stops: str) -> None:
+    given: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "healed": piece}
+    whole = engine.complete(PROMPT, **given)
+    given[stops] = sorted(set(whole.token_ids if stops == "stop_token_ids" else whole.text))
+    for n in (0, 1, 5):
+        made, plain = (engine.complete(PROMPT, min_tokens=n, speculation=speculation, **given) for speculation in (True, False))
+        assert (made.token_ids, made.finish_reason) == (plain.token_ids, plain.finish_reason)
+        assert len(made.token_ids) > count_spelled(made.token_ids, piece) + n
+        if n == 0:
+            assert made.token_ids == whole.token_ids[: len(made.token_ids)]
+            assert made.finish_reason == "stop"
+            assert stops == "stop" or len(made.token_ids) == count_spelled(made.token_ids, piece) + 1
 
 
 def test_stop_strings_are_looked_for_behind_the_piece(engine: Engine) -> None:

@@ -54,7 +54,7 @@ class PenaltyEntries:
                 rows["entries"][mine], rows["n_entries"][mine] = n, len(entries)
                 rows["repetition"][mine] = p.repetition_penalty
                 rows["presence"][mine], rows["frequency"][mine] = p.presence_penalty, p.frequency_penalty
-                rows["held"][mine] = batch.positions[mine] + 1 - span.n_prompt < p.min_tokens
+                rows["held"][mine] = batch.positions[mine] + 1 - span.n_prompt - sampler.n_spelled < p.min_tokens
                 n += len(entries)
         if n:
             self._upload.copy(self.entries[:n], self._staged[:n])
