@@ -94,13 +94,13 @@ def make_cache(py_func: Callable[..., Any]) -> CodeCache:
     return _caches[py_func]
 
 
-def is_kept(dispatcher: Any) -> bool:
+def is_kept(dispatcher: Any, types: str = "") -> bool:
     """Return whether machine code of this version of a compiled function, for this processor, is on disk, and none of it damaged.
 
-    Remove what is damaged.
+    `types`: it is for arguments whose types, as text, contain this. Remove what is damaged.
     """
     cache = _caches.get(dispatcher.py_func)
-    return cache is not None and cache.has_files(dispatcher.targetctx.codegen())
+    return cache is not None and cache.has_files(dispatcher.targetctx.codegen(), types)
 
 
 def is_writable(dispatcher: Any) -> bool:
@@ -231,17 +231,25 @@ class CodeCache(NullCache):
     def _compute_digest(self, content: bytes) -> bytes:
         return hashlib.sha256(self._version + content).digest()
 
-    def has_files(self, codegen: Any) -> bool:
+    def has_files(self, codegen: Any, types: str = "") -> bool:
         """Return whether any variant of this version for this processor is on disk, and none of them damaged.
 
-        Remove damaged ones of the user's, so that they count once.
+        `types`: see `is_kept`. Remove damaged ones of the user's, so that they count once.
         """
         own, *bundled = (
             list(folder.glob(f"{glob.escape(self._name_variants(processor))}*")) for folder, processor in self._list_sources(codegen)
         )
         damaged = [path for path in own if self._is_damaged(path)]
         _remove(damaged)
-        return not damaged and any(map(bool, (own, *bundled)))
+        return not damaged and any(not types or types in self._read_types(path) for paths in (own, *bundled) for path in paths)
+
+    def _read_types(self, path: Path) -> str:
+        """Return the types of the arguments that a file's code is for, as text; "" if it cannot be read."""
+        try:
+            content = self._read_content(path)
+            return "" if content is None else str(pickle.loads(content)[0][0])
+        except (OSError, AttributeError, ImportError):  # a type of the arguments has moved
+            return ""
 
     def _is_damaged(self, path: Path) -> bool:
         try:

@@ -91,6 +91,8 @@ _NEEDS = {
 FEW_CORES = 3  # with as many or fewer, what a first token does not need is compiled once the model is loaded
 NICE = 5  # priority given up by a child once what it compiles is not needed for a first token
 COLLECT_AT = 20_000  # new objects before a child collects garbage; with Python's 700, a tenth of its time went there
+# What the types of `run_thread`'s arguments contain, as text, by the type of keys and values.
+_POOLS = {"float16": "('pool', UniTuple(Array(uint16,", "float32": "('pool', UniTuple(Array(float32,"}
 POLL_S = 1.0  # seconds between two looks whether the parent still lives
 
 
@@ -108,10 +110,13 @@ def warm_up(kv_dtype: str | None = None, progress: Progress = lambda _: None) ->
         STAGES[name](CompiledFor(kv_dtype or "float16"))
 
 
-def is_compiled() -> bool:
-    """Return whether the machine code of the largest functions is kept, of this version, and of those that children compile last."""
-    last = step_functions.draft_trees, lookup.propose_batch
-    return all(map(code_cache.is_kept, (llama_pass.run_thread, step_functions.accept_and_prepare, step_functions.learn_verified, *last)))
+def is_compiled(kv_dtype: str = "float16") -> bool:
+    """Return whether the machine code of the largest functions is kept, of this version, and of those that children compile last.
+
+    Of passes it is asked for keys and values of this type.
+    """
+    others = step_functions.accept_and_prepare, step_functions.learn_verified, step_functions.draft_trees, lookup.propose_batch
+    return code_cache.is_kept(llama_pass.run_thread, _POOLS[kv_dtype]) and all(map(code_cache.is_kept, others))
 
 
 class BackgroundCompiler:
@@ -188,7 +193,7 @@ class BackgroundCompiler:
 
 def start_compiling(code: CompiledFor, progress: Progress) -> BackgroundCompiler | None:
     """Compile in the background; None if there is nothing to compile, or if it cannot be kept or no process can be started."""
-    if is_compiled() or not code_cache.is_writable(llama_pass.run_thread):
+    if is_compiled(code.kv_dtype) or not code_cache.is_writable(llama_pass.run_thread):
         return None
     progress("compiling, once per installation")
     try:

@@ -248,6 +248,7 @@ def test_altered_code_is_never_run(load: Callable[[], ModuleType], compiled: lis
 def test_damage_is_found_before_code_is_called(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
     """One of two variants is damaged: a start is told once that not all is there."""
     assert code_cache.is_kept(load().add)
+    assert [code_cache.is_kept(load().add, types) for types in ("int64", "float64", "float32")] == [True, True, False]
     compiled[0].write_bytes(compiled[0].read_bytes()[:-1] + b"?")
     assert not code_cache.is_kept(load().add)
     assert code_cache.is_kept(load().add)

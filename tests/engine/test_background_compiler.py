@@ -246,10 +246,23 @@ def test_where_nothing_can_be_kept_nothing_is_compiled_ahead(tmp_path: Path, mon
 
 def test_what_an_earlier_start_did_not_get_to_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first command may end before its children do: what they compile last would be compiled within the second one's start."""
-    monkeypatch.setattr(code_cache, "is_kept", lambda function: function is not lookup.propose_batch)
+    monkeypatch.setattr(code_cache, "is_kept", lambda function, *_: function is not lookup.propose_batch)
     assert not background_compiler.is_compiled()
-    monkeypatch.setattr(code_cache, "is_kept", lambda function: function is not step_functions.draft_trees)
+    monkeypatch.setattr(code_cache, "is_kept", lambda function, *_: function is not step_functions.draft_trees)
     assert not background_compiler.is_compiled()
+
+
+def test_passes_of_another_type_of_keys_and_values_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a start with int8, the first one with float32 compiled for half a minute in one process, and did not say so."""
+    background_compiler.warm_up("float32")
+    assert background_compiler.is_compiled("float32"), "as numba writes the type"
+    started = list[CompiledFor]()
+    monkeypatch.setattr(code_cache, "is_kept", lambda function, types="": "float32" not in types)
+    monkeypatch.setattr(background_compiler, "BackgroundCompiler", lambda code, progress: started.append(code))
+    stages = list[str]()
+    for kv_dtype in ("float16", "float32"):
+        background_compiler.start_compiling(CompiledFor(kv_dtype), stages.append)
+    assert ([code.kv_dtype for code in started], stages) == (["float32"], ["compiling, once per installation"])
 
 
 def test_a_command_ends_once_everything_is_compiled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
