@@ -175,6 +175,8 @@ class _Start:
     code: background_compiler.BackgroundCompiler | None
     """Compiles beside the start; None if that is not needed or not possible."""
     check: Callable[[Any, str], None]
+    folder: Path | None = None
+    """The folder that `model` names on the hub, which is asked once; None for any other name."""
 
     def wait_for_code(self, *stages: str) -> None:
         """Wait until these stages of `background_compiler` have been compiled."""
@@ -202,7 +204,9 @@ def _bind(start: _Start, modules: bool) -> BoundModel:
         start = replace(start, model=locate_gguf(start.model, start.progress))
     if isinstance(start.model, str) and device.device == "cpu" and device.exact:  # a later start keeps weights in their blocks
         settings = (device.precision, config.kv_dtype, config.quantize, device.threads)
-        kept = start_cache.find_start_record(locate_folder(start.model, start.progress), settings, cache_dir())
+        located = locate_folder(start.model, start.progress)
+        start = replace(start, folder=Path(located) if located != start.model else None)
+        kept = start_cache.find_start_record(located, settings, cache_dir())
         found = kept.read() if kept else None
     restarted = _restart(start, kept, found) if found and kept and not modules else None
     runner, about = restarted or _load(start)
@@ -289,7 +293,7 @@ def _load(start: _Start) -> tuple[Runner, _ModelInfo]:
     loaded: LoadedModel
     if isinstance(model, str) and device.device == "cpu":
         quantize = None if config.quantize == "none" else config.quantize
-        loaded = open_model(model, tokenizer=tokenizer, progress=start.progress, quantize=quantize)
+        loaded = open_model(model, tokenizer=tokenizer, progress=start.progress, quantize=quantize, folder=start.folder)
     elif isinstance(model, str):
         from ngramspec.backends.cuda.device import free_bytes
         from ngramspec.backends.cuda.packed import make_packed_form  # imports Triton

@@ -93,18 +93,19 @@ def open_model(
     progress: Progress | None = None,
     cache_dir: Path | None = None,
     quantize: str | None = None,
+    folder: Path | None = None,
 ) -> OpenModel:
     """Open the model that `spec` names (see `names.ACCEPTED`), with `tokenizer` or else its own; random weights have none of their own.
 
     What is derived from a GGUF file or a folder (config, tokenizer) is cached in `cache_dir` (default: `datastore.cache_dir`). `quantize`,
-    None or "q8_0": quantise matrices that are not in quant blocks to 8-bit blocks.
+    None or "q8_0": quantise matrices that are not in quant blocks to 8-bit blocks. `folder`: where a name on the hub has been found to lie.
 
     Raises ModelNotFoundError, UnsupportedModelError, RemoteCodeError, TokenizerError or OutOfMemoryError; InvalidInputError for `quantize`.
     """
     if quantize not in (None, "q8_0"):
         raise InvalidInputError(f"quantize must be None or 'q8_0', got {quantize!r}")
     progress, cache_dir = progress or _no_progress, cache_dir or default_cache_dir()
-    opened = _open(spec, torch.float32, "cpu", tokenizer, progress, cache_dir)
+    opened = _open(spec, torch.float32, "cpu", tokenizer, progress, cache_dir, folder)
     if tokenizer is None and opened.folder is not None:
         start_cache.keep_folder(opened.folder, partial(_write_folder, opened), cache_dir)
     if quantize:
@@ -189,13 +190,15 @@ def _no_progress(message: str) -> None:
     pass
 
 
-def _open(spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: Progress, cache_dir: Path) -> OpenModel:
+def _open(
+    spec: str, dtype: torch.dtype, device: str, tokenizer: Any, progress: Progress, cache_dir: Path, folder: Path | None = None
+) -> OpenModel:
     """Open a model; `dtype` and `device` apply to models that have weights already."""
     with silence_transformers(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             model = _random_model(spec, dtype, device, progress)
             return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), make_params_source(model))
-        path = resolve(spec)
+        path = folder or resolve(spec)
         if isinstance(path, str):
             path = download(path, HUB_MODEL, progress)
         file = gguf.read(path) if path.is_file() else None

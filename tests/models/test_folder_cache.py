@@ -109,11 +109,14 @@ def test_another_tokenizer_is_not_answered_from_the_cache(tmp_path: Path) -> Non
 def test_a_name_on_the_hub_is_kept_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(tmp_path / "models--org--model" / "snapshots" / "0123abc")
     assert ModelFolder(model).name == "org--model"
-    monkeypatch.setattr(hub, "download_folder", lambda *_: model)
+    asked = list[str]()
+    monkeypatch.setattr(hub, "download_folder", lambda name, *_: (asked.append(name), model)[1])
     assert names.locate_folder("org/model") == str(model)
     for kept in (False, True):
+        asked.clear()
         with Engine("org/model", max_seqs=2, kv_memory=1 << 22, threads=1, max_model_len=128) as engine:
             assert (engine.name, type(engine.runner).__name__ == "LlamaRunner") == ("org/model", kept)
+            assert asked == ["org/model"], "the hub, which may be slow, is asked once"
 
 
 def make_truncating_tokenizer() -> PreTrainedTokenizerFast:
