@@ -97,7 +97,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], source: TensorSource, 
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise NotCachedError("its tokenizer is none of the `tokenizers` library")
     try:
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))  # which would make a folder
         found, wanted = _describe_tokenizer(DeferredTokenizer(folder)), _describe_tokenizer(tokenizer)
     except OSError:
         raise

@@ -27,8 +27,11 @@ class DeferredTokenizer:
         """Read the files in `folder`. Raises OSError, ValueError."""
         path = folder / "tokenizer.json"
         self._config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_bytes())
-        template = folder / "chat_template.jinja"
-        self.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+        template, named = folder / "chat_template.jinja", self._config.pop("chat_template", None)
+        self.chat_template: str | dict[str, str] | None = template.read_text(encoding="utf-8") if template.is_file() else None
+        """Its text, None if there is none; of several, their texts by their names."""
+        if named is not None:
+            self.chat_template = {each["name"]: each["template"] for each in named}
         if not path.is_file():
             raise FileNotFoundError(path)
         try:
@@ -75,8 +78,11 @@ class DeferredTokenizer:
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """Return the chat template. Raises ValueError if there is none."""
-        return chat_template or self.chat_template or self.whole.get_chat_template(chat_template, tools)
+        """Return the chat template: of several the one of this name, for tools, or the default. Raises ValueError if there is none."""
+        if isinstance(own := self.chat_template, dict):
+            name = chat_template or ("tool_use" if tools is not None and "tool_use" in own else "default")
+            return own.get(name) or self.whole.get_chat_template(chat_template, tools)
+        return chat_template or own or self.whole.get_chat_template(chat_template, tools)
 
     def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:
         """Return the string of a token, None if there is no such one, or those of a list."""

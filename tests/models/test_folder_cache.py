@@ -119,6 +119,18 @@ def test_a_name_on_the_hub_is_kept_by_its_folder(tmp_path: Path, monkeypatch: py
             assert asked == ["org/model"], "the hub, which may be slow, is asked once"
 
 
+def test_several_chat_templates_are_kept(tmp_path: Path) -> None:
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages[0]['content'] }}", "tool_use": "tools: {{ messages[0]['content'] }}"}  # type: ignore[assignment]
+    model = save(tmp_path / "model", tokenizer=tokenizer)
+    for kept in (False, True):
+        with Engine(str(model), max_seqs=2, kv_memory=1 << 22, threads=1, max_model_len=128) as engine:
+            assert (type(engine.runner).__name__ == "LlamaRunner") is kept
+            for name, tools in (("default", None), ("tool_use", [{}])):
+                assert engine.tokenizer.get_chat_template(tools=tools) == tokenizer.chat_template[name]
+                assert engine.tokenizer.get_chat_template("tool_use") == tokenizer.chat_template["tool_use"]
+
+
 def make_truncating_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = tiny.byte_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(4)
