@@ -458,7 +458,7 @@ def test_shapes_of_prompts(editor: httpx.Client, fim_engine: Engine) -> None:
 
 @pytest.mark.parametrize("path", ["/completion", "/infill"])
 def test_max_tokens_is_n_predict_where_that_is_not_given(editor: httpx.Client, path: str) -> None:
-    body = {"prompt": "abc", "input_prefix": "a", "input_suffix": "b", "ignore_eos": True, "temperature": 0}
+    body = {"prompt": "abc\n", "input_prefix": "a", "input_suffix": "b", "ignore_eos": True, "temperature": 0}  # with no word to spell
     for asked, n in (({"max_tokens": 7}, 7), ({"n_predict": None, "max_tokens": 7}, 7), ({"n_predict": 3, "max_tokens": 7}, 3)):
         answer = post(editor, path, body | asked)
         assert (answer["tokens_predicted"], answer["generation_settings"]["n_predict"]) == (n, n), asked
