@@ -249,6 +249,22 @@ def test_a_warm_up_computes_the_prompt_for_what_follows(editor: httpx.Client) ->
     assert second["timings"]["prompt_n"] == second["tokens_evaluated"] - second["tokens_cached"]
 
 
+def test_a_warm_up_spells_no_word(editor: httpx.Client, fim_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, passes = fim_engine.runner.forward, list[int]()
+
+    def count_passes(batch: Batch) -> Any:
+        passes.append(len(batch.input_ids))
+        return forward(batch)
+
+    monkeypatch.setattr(fim_engine.runner, "forward", count_passes)
+    body = {"input_prefix": "first = 1\nsecond = unfinished", "input_suffix": "\n", "speculation": False}
+    post(editor, "/infill", body | {"n_predict": 0})
+    n_warm = len(passes)
+    post(editor, "/infill", body | {"n_predict": 1})
+    assert n_warm == 1
+    assert len(passes) - n_warm > len("unfinished"), "a token for each byte of the word, and one more"
+
+
 @pytest.mark.parametrize(
     ("slot", "shares", "n_predict", "ends"),
     [(0, True, 1, True), (0, True, 0, True), (0, False, 1, True), (0, False, 0, False), (1, True, 1, False), (-1, True, 1, False)],

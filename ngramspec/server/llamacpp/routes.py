@@ -219,7 +219,7 @@ class _LlamaHandler:
                 logit_bias=bias,
                 logprobs=body.n_probs or None,
                 grammar=grammar,
-                healed=healed,
+                healed=healed if body.n_predict else "",  # of no text, no word has to be spelled
                 **given,
             )
         except ValueError as error:
