@@ -274,7 +274,7 @@ def test_a_command_ends_once_everything_is_compiled(path: Path, monkeypatch: pyt
             waited.update(names)
         wait(self, *names)
 
-    monkeypatch.setattr(background_compiler, "is_compiled", lambda: False)
+    monkeypatch.setattr(background_compiler, "is_compiled", lambda _: False)
     with Engine(str(path)) as engine:
         monkeypatch.setattr(background_compiler.BackgroundCompiler, "wait", note)
         engine.finish_compiling(lambda _: None)
