@@ -15,7 +15,7 @@ from tiny_server import Server, left_clean, tiny_engine
 from benchmarks import rude_clients
 from benchmarks import server as server_benchmark
 from benchmarks.http_client import ServerAddress, TimedAnswer, find_quantile, make_completion, send_request, send_together
-from benchmarks.server_process import Resources, make_tiny
+from benchmarks.server_process import Resources, make_tiny, serve
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.settings import ServerSettings
@@ -60,16 +60,18 @@ def test_streams_that_nobody_reads_are_dropped_and_hurt_nobody(start_server: Cal
 
 
 @pytest.mark.slow
-def test_ten_times_what_it_carries_is_refused_soon_and_costs_little(make_server: Callable[..., Server]) -> None:
-    server = make_server(ServerSettings(max_queue=2 * server_benchmark.MAX_SEQS))
-    for _ in range(3):  # a neighbour that takes the processor for seconds delays refusals more than answers, and answers too
-        found = asyncio.run(server_benchmark.measure_capacity(target_of(server), 2.0, 64, random.Random(0)))
-        most = found["levels"]["10x"]
-        if most["refusal_ms"]["p50"] < most["ttft_ms"]["p50"] / 2 and found["goodput_at_10x"] >= 0.2:
-            break
+def test_ten_times_what_it_carries_is_refused_soon_and_costs_little(tmp_path: Path) -> None:
+    """A server in a process of its own: in one interpreter with it, clients take the time that refusals need."""
+    settings = {"max_seqs": server_benchmark.MAX_SEQS, "max_queue": 2 * server_benchmark.MAX_SEQS}
+    with serve(make_tiny(tmp_path), **settings) as server:
+        for _ in range(3):  # a neighbour that takes the processor for seconds delays refusals more than answers, and answers too
+            found = asyncio.run(server_benchmark.measure_capacity(server.address, 2.0, 64, random.Random(0)))
+            most = found["levels"]["10x"]
+            if most["refusal_ms"]["p50"] < most["ttft_ms"]["p50"] / 2 and found["goodput_at_10x"] >= 0.2:
+                break
     assert most["refused"] > most["answered"] > 0
     assert all(level["failed"] == 0 for level in found["levels"].values())
-    # Bounds that hold where clients, server and engine share one interpreter; the program measures 0.9 and 50 ms in processes of their own.
+    # The program, with more clients for longer, measures 0.9 and 50 ms.
     assert found["goodput_at_10x"] >= 0.2
     assert most["refusal_ms"]["p50"] < most["ttft_ms"]["p50"] / 2
 
