@@ -100,6 +100,7 @@ class Kernels:
             return self._found[fmt, int8, few]
 
     def list_row_counts(self, fmt: WeightFormat, int8: bool) -> tuple[int, ...]:
+        """List the row counts that have a kernel of their own, in ascending order."""
         if not int8:
             return FLOAT_ROWS
         assert isinstance(fmt, QuantFormat), fmt

@@ -35,7 +35,7 @@ def request_tiles() -> bool:
     """
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return False
-    return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
 
 
 def detect_arm_features() -> dict[str, bool]:
