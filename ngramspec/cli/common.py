@@ -195,30 +195,35 @@ def open_engine(model: str, *, drafters: Sequence[str] = (), alone: bool = False
 
     Raises BadInputError for what is out of bounds, and what `Engine` raises.
     """
-    check_model(model)
-    with keep_interrupts():
-        _import_numba()
-        from ngramspec.engine.llm_engine import Engine
-        from ngramspec.papers.registry import make_drafter
+    from ngramspec.datastore.garbage import pause_collector
 
-    try:
-        made = [make_drafter(name) for name in drafters]
-        return Engine(model, **settings, **({"alone": made[0]} if alone else {"drafters": made}))
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
+    check_model(model)
+    with pause_collector():
+        with keep_interrupts():
+            _import_numba()
+            from ngramspec.engine.llm_engine import Engine
+            from ngramspec.papers.registry import make_drafter
+
+        try:
+            made = [make_drafter(name) for name in drafters]
+            return Engine(model, **settings, **({"alone": made[0]} if alone else {"drafters": made}))
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
 
 
 def _import_numba() -> None:
-    """Import numba without scipy, which it would import to look for a BLAS, in a tenth of the time of a start.
+    """Import numba without what takes a tenth of a start: scipy, in which it would look for a BLAS, and yaml, if there is no file to read.
 
     No compiled function of this package multiplies matrices with a BLAS.
     """
-    if "scipy.linalg" not in sys.modules:
-        sys.modules["scipy.linalg"] = None  # type: ignore[assignment]  # what Python takes for a module that cannot be found
-        try:
-            importlib.import_module("numba.np.arraymath")
-        finally:
-            del sys.modules["scipy.linalg"]
+    absent = ["scipy.linalg"] if Path(".numba_config.yaml").exists() else ["scipy.linalg", "yaml"]
+    missing = dict.fromkeys(name for name in absent if name not in sys.modules)
+    sys.modules.update(missing)  # type: ignore[arg-type]  # None is what Python takes for a module that cannot be found
+    try:
+        importlib.import_module("numba.np.arraymath")
+    finally:
+        for name in missing:
+            del sys.modules[name]
 
 
 def make_console(*, stderr: bool = False, **more: Any) -> Console:

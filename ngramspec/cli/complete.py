@@ -6,6 +6,7 @@ What it looks like in a terminal is `screen`'s business. The engine is imported 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import queue
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ngramspec.cli.environment import add_environment
 from ngramspec.cli.flags import OUTPUT, PROMPT, SAMPLING, SPECULATION, Model, Prompt, PromptFile, with_options
 from ngramspec.config import EngineConfig
 from ngramspec.datastore.cache_dir import expand_home
+from ngramspec.datastore.garbage import pause_collector
 from ngramspec.errors import GrammarError, UnsupportedModelError
 from ngramspec.grammar.base import Grammar
 from ngramspec.sampling_params import SamplingParams
@@ -86,8 +88,9 @@ def complete(
 
     from ngramspec.cli import screen
 
-    with screen.show_progress(quiet) as progress:
+    with screen.show_progress(quiet) as progress, pause_collector():
         engine = common.open_engine(model, datastore=stores, progress=progress, **sources, **engine_settings)
+        gc.freeze()  # what a start makes stays: to look for cycles in it takes 0.05 s before the first token
     with engine:
         if suffix is None:
             ids = _encode_chat(engine, text, params, model) if chat else _encode_text(engine, text)
@@ -102,6 +105,7 @@ def complete(
         if not interrupted:  # what a short text has not waited for would be compiled again at every start
             with screen.show_progress(quiet) as progress:
                 engine.finish_compiling(progress)
+    gc.unfreeze()
     if interrupted:
         raise KeyboardInterrupt
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import logging
 import os
 import sys
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ngramspec import __version__
 from ngramspec.child_process import has_current_folder
@@ -36,6 +38,32 @@ _COMMANDS = {
 }
 
 
+class _PlainValues:
+    """Takes values of options that are plainly what they are to be: typer asks pydantic about all, whose import takes a tenth of a start.
+
+    An earlier typer does not, and its parameters have no `type_descriptor`.
+    """
+
+    def get_params(self, context: Any) -> list[Any]:
+        params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of typer's class that comes next
+        for param in params:
+            if hasattr(param, "type_descriptor") and not param.required and "process_value" not in vars(param):
+                param.process_value = functools.partial(_take_value, param, param.process_value)
+        return params
+
+
+def _take_value(param: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+    kind = None if param.type_descriptor.is_ranged else param.type_descriptor.annotation
+    taken, is_plain = value, value is None or (type(value) is kind and kind is not str)
+    if isinstance(value, str) and kind in (str, int, float):
+        with contextlib.suppress(ValueError):  # no number, or not Unicode
+            taken = kind(value)
+            is_plain = str(taken).encode() == value.encode()
+    if not is_plain:
+        return process(context, value)
+    return param.callback(context, param, taken) if param.callback else taken
+
+
 class _Commands(UserDict[str, Any]):
     """Commands by name, each made when it is looked up first."""
 
@@ -48,12 +76,16 @@ class _Commands(UserDict[str, Any]):
                 found = getattr(importlib.import_module(f"ngramspec.cli.{module}"), attribute)
             if not isinstance(found, typer.Typer):
                 function, found = found, typer.Typer(add_completion=False)
-                found.command(name)(function)
+                found.command(name, cls=_Command)(function)
             self.data[name] = found = typer.main.get_command(found)
         return found
 
 
-class _Group(TyperGroup):
+class _Command(_PlainValues, TyperCommand):
+    pass
+
+
+class _Group(_PlainValues, TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = _Commands(_COMMANDS)

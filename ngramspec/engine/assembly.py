@@ -227,7 +227,8 @@ def _bind(start: _Start, modules: bool) -> BoundModel:
     def save_start_record() -> None:
         if kept and isinstance(runner, LlamaRunner) and runner.exactness == "bitwise" and (weight_map := runner.weight_map) is not None:
             learned = cost.learned if cost.n_seen >= LEARNED else taught
-            document = {"recipe": weight_map.to_json(), "measured_ms": times, "learned": learned}
+            recipe = found["recipe"] if found and restarted else weight_map.to_json()
+            document = {"recipe": recipe, "measured_ms": times, "learned": learned}
             if document != found:
                 kept.write(document)
 

@@ -5,13 +5,12 @@ Prompts and messages enter and become requests; completions, replies and their p
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -31,10 +30,12 @@ from ngramspec.engine.request import (
 from ngramspec.grammar.base import Constraint, Grammar
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.outputs import Completion, Delta
-from ngramspec.prompts.chat_reply import ChatDelta, ChatReply, read_delta, read_reply
-from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.tokenizer.encode import Encoding, Prompt
+
+if TYPE_CHECKING:  # what asyncio and chats need takes time, which completions do not have
+    from ngramspec.engine.prompting import ChatInput, PromptMaker
+    from ngramspec.prompts.chat_reply import ChatDelta, ChatReply
 
 
 class Stream(Iterator[Delta]):
@@ -85,16 +86,16 @@ class Stream(Iterator[Delta]):
         return f"<Stream, {'over' if self._over else 'under way'}>"
 
 
-class ChatStream(Iterator[ChatDelta]):
+class ChatStream(Iterator["ChatDelta"]):
     """The pieces of a chat's answer. Closing it, dropping it or leaving its `with` block cancels what is not written yet."""
 
-    def __init__(self, stream: Stream, parser: StreamParser) -> None:
-        self._stream, self._parser = stream, parser
+    def __init__(self, stream: Stream, chat: ChatInput) -> None:
+        self._stream, self._chat = stream, chat
 
     def __next__(self) -> ChatDelta:
         """Return the next piece that has something to show. Raises the request's error."""
         while True:
-            delta = read_delta(self._parser, next(self._stream))
+            delta = self._chat.read_delta(next(self._stream))
             if delta is not None:
                 return delta
 
@@ -118,10 +119,14 @@ async def read_last(pieces: AsyncGenerator[Delta]) -> Completion:
     raise AssertionError("a stream ends with its completion")
 
 
-if TYPE_CHECKING:
-    from ngramspec.engine.prompting import ChatInput, PromptMaker
+async def _run_in_thread(function: Callable[..., T], *args: Any, **options: Any) -> T:
+    import asyncio
+
+    return await asyncio.to_thread(function, *args, **options)
+
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class GenerationMethods(ABC):
@@ -186,6 +191,8 @@ class GenerationMethods(ABC):
     ) -> Completion | list[Completion]:
         """Complete as `complete` does, for asyncio."""
         if _is_several(prompt):
+            import asyncio
+
             tasks = [asyncio.create_task(read_last(self.astream(each, params, **options))) for each in prompt]
             try:
                 return list(await asyncio.gather(*tasks))
@@ -207,6 +214,8 @@ class GenerationMethods(ABC):
     ) -> AsyncGenerator[Delta]:
         """Yield what `stream` yields, for asyncio. The request is submitted with the first piece that is asked for; leaving the loop over
         it, or cancelling the task, cancels it."""
+        import asyncio
+
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
@@ -217,7 +226,7 @@ class GenerationMethods(ABC):
         sampling, hints = split_options(options)
         params = merge_params(params, sampling)
         if params.grammar is not None:
-            await asyncio.to_thread(self.compile_grammar, params.grammar, tenant=hints.get("tenant", ""))
+            await _run_in_thread(self.compile_grammar, params.grammar, tenant=hints.get("tenant", ""))
         request = self.submit(prompt, params, deliver=deliver, **hints)
         try:
             while True:
@@ -257,7 +266,7 @@ class GenerationMethods(ABC):
         self, prefix: str, suffix: str, params: SamplingParams | None = None, **options: Unpack[InfillOptions]
     ) -> AsyncGenerator[Delta]:
         """Yield what `infill` writes as it is written, as `astream` does."""
-        ids, params, hints = await asyncio.to_thread(self._prepare_infill, prefix, suffix, params, options)
+        ids, params, hints = await _run_in_thread(self._prepare_infill, prefix, suffix, params, options)
         async with contextlib.aclosing(self.astream(ids, params, **hints)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -292,12 +301,12 @@ class GenerationMethods(ABC):
         raises.
         """
         chat, hints = self._make_chat(messages, params, options)
-        return read_reply(chat.parser, self.complete(chat.ids, chat.params, **hints))
+        return chat.read_reply(self.complete(chat.ids, chat.params, **hints))
 
     async def achat(self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]) -> ChatReply:
         """Answer as `chat` does, for asyncio. Cancelling the task cancels the request."""
-        chat, hints = await asyncio.to_thread(self._make_chat, messages, params, options)
-        return read_reply(chat.parser, await read_last(self.astream(chat.ids, chat.params, **hints)))
+        chat, hints = await _run_in_thread(self._make_chat, messages, params, options)
+        return chat.read_reply(await read_last(self.astream(chat.ids, chat.params, **hints)))
 
     def stream_chat(self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]) -> ChatStream:
         """Yield pieces of what `chat` returns as they are written; the last one carries the reply.
@@ -305,16 +314,16 @@ class GenerationMethods(ABC):
         Closing or dropping the iterator cancels the request.
         """
         chat, hints = self._make_chat(messages, params, options)
-        return ChatStream(self.stream(chat.ids, chat.params, **hints), chat.parser)
+        return ChatStream(self.stream(chat.ids, chat.params, **hints), chat)
 
     async def astream_chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> AsyncGenerator[ChatDelta]:
         """Yield what `stream_chat` yields, for asyncio, as `astream` does."""
-        chat, hints = await asyncio.to_thread(self._make_chat, messages, params, options)
+        chat, hints = await _run_in_thread(self._make_chat, messages, params, options)
         async with contextlib.aclosing(self.astream(chat.ids, chat.params, **hints)) as pieces:
             async for piece in pieces:
-                if (delta := read_delta(chat.parser, piece)) is not None:
+                if (delta := chat.read_delta(piece)) is not None:
                     yield delta
 
     def make_chat_prompt(

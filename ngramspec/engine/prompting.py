@@ -14,6 +14,8 @@ from typing import Any
 from ngramspec.engine.request import Files
 from ngramspec.errors import InvalidInputError, PromptTooLongError, UnsupportedModelError
 from ngramspec.grammar.base import Grammar
+from ngramspec.outputs import Completion, Delta
+from ngramspec.prompts.chat_reply import ChatDelta, ChatReply, read_delta, read_reply
 from ngramspec.prompts.chat_template import Prompts, Style
 from ngramspec.prompts.fim import MAX_UNFINISHED, MIDDLE_LINES, Fim, FimOptions
 from ngramspec.prompts.messages import read_messages, read_tools
@@ -30,6 +32,13 @@ class ChatInput:
     params: SamplingParams
     parser: StreamParser
     """Reads the answer."""
+
+    def read_reply(self, done: Completion) -> ChatReply:
+        return read_reply(self.parser, done)
+
+    def read_delta(self, delta: Delta) -> ChatDelta | None:
+        """Return what a delta brings; None if it has nothing to show."""
+        return read_delta(self.parser, delta)
 
 
 class PromptMaker:

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ngramspec.errors import GrammarError
 from ngramspec.grammar.base import Grammar
-from ngramspec.grammar.gbnf import parse
-from ngramspec.grammar.gbnf_lark import to_lark
-from ngramspec.grammar.json_schema import OPTIONS, WHITESPACE, prepare_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -46,6 +43,10 @@ def translate_grammar(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS)
 
 def _translate(grammar: Grammar, special: Mapping[str, int]) -> tuple[str, str | None]:
     from llguidance import LLMatcher
+
+    from ngramspec.grammar.gbnf import parse  # as the next ones, not needed to start
+    from ngramspec.grammar.gbnf_lark import to_lark
+    from ngramspec.grammar.json_schema import OPTIONS, WHITESPACE, prepare_schema
 
     match grammar.kind:
         case "json_schema" | "json_object":
