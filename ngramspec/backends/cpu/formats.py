@@ -54,6 +54,11 @@ class QuantFormat(NamedTuple):
     """The float16 of a super-block is multiplied by 2 to this."""
     powers: bool = False
     """Whether half scales are powers of two beyond float16's range, kept as bfloat16."""
+    exact: bool = False
+    """Whether the sum of a super-block's products, times their integer scales, is exact: in float32, since it stays below 2^24, or as an
+    integer. Else it is rounded after each part."""
+    integers: bool = False
+    """Whether this sum is an integer, of codes less their zero."""
 
     @property
     def by_super(self) -> bool:
@@ -109,11 +114,11 @@ QUANTISED: dict[str, QuantFormat] = {
     "Q5_0": QuantFormat((4, 1), zero=16),
     "Q5_1": QuantFormat((4, 1), offsets=True),
     "Q8_0": QuantFormat((8,), zero=128),
-    "Q2_K": QuantFormat((2,), by_16=True, half_scales=False, offsets=True),
-    "Q3_K": QuantFormat((2, 1), zero=4, by_16=True, half_scales=False, scale_zero=32),
+    "Q2_K": QuantFormat((2,), by_16=True, half_scales=False, offsets=True, exact=True),
+    "Q3_K": QuantFormat((2, 1), zero=4, by_16=True, half_scales=False, scale_zero=32, exact=True),
     "Q4_K": QuantFormat((4,), half_scales=False, offsets=True),
     "Q5_K": QuantFormat((4, 1), half_scales=False, offsets=True),
-    "Q6_K": QuantFormat((4, 2), zero=32, by_16=True, half_scales=False, scale_zero=128),
+    "Q6_K": QuantFormat((4, 2), zero=32, by_16=True, half_scales=False, scale_zero=128, exact=True, integers=True),
     "IQ4_NL": QuantFormat((4,), zero=128, values=IQ4_VALUES),
     "MXFP4": QuantFormat((4,), zero=128, values=MXFP4_VALUES, powers=True),
     "IQ4_XS": QuantFormat((4,), zero=128, half_scales=False, scale_zero=32, values=IQ4_VALUES),

@@ -29,7 +29,7 @@ from weights import (
 )
 
 from ngramspec.backends.cpu.codegen import targets
-from ngramspec.backends.cpu.codegen.activations import emit_quantise
+from ngramspec.backends.cpu.codegen.activations import INTEGER_ZERO, emit_quantise
 from ngramspec.backends.cpu.codegen.kernels import FEW_ROWS, FLOAT_ROWS, CompiledModules, Kernels, build_module
 from ngramspec.backends.cpu.codegen.products import emit_float32, emit_int8
 from ngramspec.backends.cpu.codegen.targets import Target, get_host_target, list_targets
@@ -214,7 +214,9 @@ def test_codes_of_activations_by_super_blocks(generic: Kernels, other: Kernels) 
     same_bits(records[:, :, 0], scales)
     sums = records.view(np.int16)
     np.testing.assert_array_equal(sums[:, :, 8:16], wanted.reshape(len(x), 2, 8, 32).sum(-1))
-    np.testing.assert_array_equal(sums[:, :, 16:32], wanted.reshape(len(x), 2, 16, 16).sum(-1))
+    of_halves = wanted.reshape(len(x), 2, 16, 16).sum(-1)
+    np.testing.assert_array_equal(sums[:, :, 16:32], of_halves)
+    np.testing.assert_array_equal(records.view(np.int32)[:, :, 16:32], -INTEGER_ZERO * of_halves)
     same = codes_and_act_scales(other, x, QUANTISED["Q4_K"])
     np.testing.assert_array_equal(same[0], codes)
     same_bits(same[1], act_scales)
@@ -373,6 +375,17 @@ def test_code_for_tiles(kind: str, dot: str, n_products: int) -> None:
         assert len(re.findall(r"\btilestored\t", code)) == expected
         assert ("vpdpbusd" in code) == (rows != 16)
         assert len(re.findall(r"\btilerelease\b", code)) == len(re.findall(r"\bldtilecfg\b", code)) == (rows == 16)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, fmt in QUANTISED.items() if fmt.exact])
+def test_exact_sums_of_super_blocks_fit(kind: str) -> None:
+    """In float32 without rounding, or into 32 bits; what is multiplied with the codes fits as well."""
+    fmt = QUANTISED[kind]
+    most_scale = {"Q2_K": 15, "Q3_K": 32, "Q6_K": 128}[kind]
+    most_code = fmt.zero if fmt.integers else 2**fmt.bits - 1
+    assert 127 * DEPTH * SUPER * most_code * most_scale < (2**31 if fmt.integers else 2**24)
+    assert most_scale * most_code < 2**15
+    assert fmt.zero == INTEGER_ZERO or not fmt.integers
 
 
 def test_vectors_that_do_not_fit_into_registers_cross_no_line_of_the_cache() -> None:

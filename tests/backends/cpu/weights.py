@@ -158,21 +158,26 @@ def _block_product(fmt: QuantFormat, read: Read, x: np.ndarray, total: np.ndarra
 
 
 def _super_block_product(fmt: QuantFormat, read: Read, x: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """Codes are multiplied with their zero in them, which is subtracted once per super-block."""
+    """Codes have their zero in them, which is subtracted once per super-block; where sums are integers, from each code."""
     assert read.integers is not None
     codes, x_scale = quantised(x, SUPER * DEPTH)
-    n_parts = read.integers.shape[2]
+    n_parts, added = read.integers.shape[2], 0 if fmt.integers else fmt.zero
     for s in range(codes.shape[1]):
-        scale, of_sums, whole = x_scale[:, s, None], np.zeros(total.shape, np.int64), np.zeros(total.shape, np.float32)
+        scale, of_sums = x_scale[:, s, None], np.zeros(total.shape, np.int64)
         parts = codes[:, s].reshape(len(x), SUPER, n_parts, -1)
         integers = read.integers if read.offset_integers is None else read.offset_integers
+        whole, exact = np.zeros(total.shape, np.float32), np.zeros(total.shape, np.int64)
         for k in range(SUPER):
-            numbers = (read.numbers[:, s * SUPER + k] + fmt.zero).reshape(len(read.numbers), n_parts, -1)
+            numbers = (read.numbers[:, s * SUPER + k] + added).reshape(len(read.numbers), n_parts, -1)
             for p in range(n_parts):
-                products = np.einsum("tj,nj->tn", parts[:, k, p], numbers[:, p]).astype(np.float32)
-                whole = fma(products, read.integers[:, s * SUPER + k, p].astype(np.float32), whole)
+                products, by = np.einsum("tj,nj->tn", parts[:, k, p], numbers[:, p]), read.integers[:, s * SUPER + k, p]
+                whole = fma(products.astype(np.float32), by.astype(np.float32), whole)
+                exact += products * by
                 of_sums += parts[:, k, p].sum(-1)[:, None] * integers[:, s * SUPER + k, p]
-        if fmt.zero:
+        if fmt.exact:
+            assert np.abs(exact).max() < (2**31 if fmt.integers else 2**24)
+            whole = exact.astype(np.float32)
+        if fmt.zero and not fmt.integers:
             whole = fma(of_sums.astype(np.float32), np.float32(-fmt.zero), whole)
         total = fma(whole, read.scale[:, s * SUPER] * scale, total)
         if read.offset is not None:

@@ -15,8 +15,10 @@ from ngramspec.sampling import numeric
 # Bytes of the activation scales of a block of 32 activations: float32 scale, int32 sum of the codes, int32 sum of the first 16 codes,
 # float32 scale · sum.
 ACT_SCALE_BYTES = 16
-# Those of a super-block of 256 take the room of its blocks: a float32 scale, the int16 sums of the codes of its 8 blocks, of its 16 halves.
-BLOCK_SUMS_AT, HALF_SUMS_AT = 16, 32
+# Those of a super-block of 256 take the room of its blocks: a float32 scale, the int16 sums of the codes of its 8 blocks, of its 16 halves,
+# and what the products of each half begin with where sums are integers, so that codes have no zero: int32, -INTEGER_ZERO · sum.
+BLOCK_SUMS_AT, HALF_SUMS_AT, HALF_STARTS_AT = 16, 32, 64
+INTEGER_ZERO = 32
 LEAST = 1e-30  # A block whose activations are all smaller than this is quantised to zeros.
 # 1.5 · 2^23: adding it to a number of at most 22 bits rounds that to the nearest integer, ties to even.
 _ROUND = 12582912.0
@@ -41,6 +43,7 @@ def emit_quantise(e: Emitter, _fmt: None, _rows: int, args: Sequence[Any], *, bl
             e.store(scale, record)
             for k, value in enumerate(sums):
                 e.store(b.trunc(value, HALF), e.add_offset(record, HALF_SUMS_AT + 2 * k), 2)
+                e.store(b.mul(value, WORD(-INTEGER_ZERO)), e.add_offset(record, HALF_STARTS_AT + 4 * k))
                 if k % 2:
                     e.store(b.trunc(b.add(sums[k - 1], value), HALF), e.add_offset(record, BLOCK_SUMS_AT + k - 1), 2)
 

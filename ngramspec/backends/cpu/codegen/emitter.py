@@ -191,22 +191,22 @@ class Emitter:
             parts = [self.b.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
-    def emit_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[Any]]:
-        """Emit the integer dot products of a quant block: sums [rows][parts] of 16 int32 each.
+    def emit_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, starts: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Emit `starts` [rows][parts] plus the integer dot products of a quant block: sums of 16 int32 each.
 
         `code` is a function from a group to unsigned codes of `bits` bits; `x_at` holds the addresses of the rows' int8 codes. With two
         parts, each half of the block has a sum of its own.
         """
+        sums = [list(row) for row in starts]
         if self.target.dot == "maddubs":
-            return self._emit_pair_products(code, x_at, bits, n_parts)
-        sums = [[NOUGHTS] * n_parts for _ in x_at]
+            return self._emit_pair_products(code, x_at, bits, sums)
         for g in range(GROUPS):
-            part = g * n_parts // GROUPS
             for row, address in zip(sums, x_at, strict=True):
+                part = g * len(row) // GROUPS
                 row[part] = self.emit_dot(row[part], code(g), self.load(self.add_offset(address, 4 * g), WORD, 4), bits)
         return sums
 
-    def _emit_pair_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, n_parts: int) -> list[list[Any]]:
+    def _emit_pair_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, sums: list[list[Any]]) -> list[list[Any]]:
         """Emit `emit_products` with instructions that multiply pairs of bytes into 16-bit sums.
 
         Sums stay in 16 bits as long as they cannot overflow. Codes of 8 bits are split into halves, since a pair of their products would
@@ -214,9 +214,9 @@ class Emitter:
         """
         halves = [(0, 4), (4, 4)] if bits == 8 else [(0, bits)]  # by how much each is shifted, and its bits
         n_fit = (2**15 - 1) // (2 * 127 * (2 ** halves[0][1] - 1))
+        n_parts = len(sums[0])
         period = min(n_fit, GROUPS // n_parts)
         pairs, wide = ir.VectorType(HALF, 16), ir.VectorType(WORD, 8)
-        sums = [[NOUGHTS] * n_parts for _ in x_at]
         most = 5 // len(halves)  # rows whose sums fit into the registers, two of each
         at_once = -(-len(x_at) // -(-len(x_at) // most))
         for start in range(0, len(x_at), at_once):
@@ -246,7 +246,7 @@ class Emitter:
         """Pin these values to registers at this point, so that the compiler moves no sum across it; return them."""
         n = len(values)
         kind = ir.FunctionType(ir.LiteralStructType([value.type for value in values]), [value.type for value in values])
-        constraints = ",".join(["=x"] * n + [str(k) for k in range(n)])
+        constraints = ",".join(["=v" if self.target.chains > 6 else "=x"] * n + [str(k) for k in range(n)])
         kept = self.b.call(ir.InlineAsm(kind, "", constraints), values)
         return [self.b.extract_value(kept, k) for k in range(n)]
 

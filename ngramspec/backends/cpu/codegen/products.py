@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from ngramspec.backends.cpu.codegen.activations import ACT_SCALE_BYTES, BLOCK_SUMS_AT, HALF_SUMS_AT
+from ngramspec.backends.cpu.codegen.activations import ACT_SCALE_BYTES, BLOCK_SUMS_AT, HALF_STARTS_AT, HALF_SUMS_AT
 from ngramspec.backends.cpu.codegen.emitter import FLOAT, FLOATS, HALF, LONG, NOUGHTS, SUPER_SHIFT, WORD, WORDS, ZEROS, Emitter
 from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
 
@@ -28,7 +28,7 @@ def emit_int8(e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) ->
     with b.if_then(b.icmp_signed(">", n_panels, LONG(0))), e.loop(n_panels, []) as (p, _, _):
         panel = Panel(e, fmt, p, args)
         n_turns, emit = (b.lshr(n_blocks, LONG(SUPER_SHIFT)), _emit_int8_super) if fmt.by_super else (n_blocks, _emit_int8_block)
-        with e.loop(n_turns, [panel.bias] * n_rows) as (i, totals, ends):
+        with e.loop(n_turns, [e.load(panel.bias_at, FLOATS, 4)] * n_rows) as (i, totals, ends):
             ends += emit(e, fmt, panel, totals, i, xs, qs)
         y = panel.y
         for total in ends:
@@ -46,21 +46,18 @@ class Panel:
         self.next = b.add(self.scales, panel_bytes)
         self.supers, self.codes = b.add(self.scales, super_at), b.add(self.scales, codes_at)
         shift = b.mul(p, LONG(4 * WIDTH))
-        self.bias, self.y = e.load(b.add(bias0, shift), FLOATS, 4), b.add(y0, shift)
+        self.bias_at, self.y = b.add(bias0, shift), b.add(y0, shift)
 
 
-def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any, xs: list[Any]) -> list[list[Any]]:
-    """Emit the dot products of block i with codes from which no zero has been taken but what `_find_zero` leaves out.
-
-    Returns sums [rows][parts].
-    """
+def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any, xs: list[Any], starts: list[list[Any]]) -> list[list[Any]]:
+    """Emit `starts` [rows][parts] plus the dot products of block i; codes have their zeros in them, but for what `_find_zero` takes off."""
     b = e.b
     prefetch_next(e, fmt, panel, i)
     codes = cache(e.make_code_reader(fmt, b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
     at_once = AT_ONCE if e.target.dot == "vnni512" else len(xs)
-    groups = (x_at[r : r + at_once] for r in range(0, len(xs), at_once))
-    return [sums for rows in groups for sums in e.emit_products(codes, rows, fmt.bits, fmt.n_parts)]
+    groups = (slice(r, r + at_once) for r in range(0, len(xs), at_once))
+    return [sums for rows in groups for sums in e.emit_products(codes, x_at[rows], fmt.bits, starts[rows])]
 
 
 def prefetch_next(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any) -> None:
@@ -80,7 +77,7 @@ def _emit_int8_block(e: Emitter, fmt: QuantFormat, panel: Panel, totals: list[An
     """Emit the totals of the rows plus block i's products."""
     b, zero = e.b, _find_zero(e, fmt)
     q_at = [b.add(q, b.mul(i, LONG(ACT_SCALE_BYTES))) for q in qs]
-    sums = _emit_block_products(e, fmt, panel, i, xs)
+    sums = _emit_block_products(e, fmt, panel, i, xs, [[NOUGHTS]] * len(xs))
     scales, ends = load_block_scales(e, fmt, panel, i), []
     for q, (whole,), total in zip(q_at, sums, totals, strict=True):
         if zero:
@@ -105,24 +102,35 @@ def add_block(e: Emitter, scales: tuple[Any, Any], whole: Any, q: Any, total: An
 def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: Panel, totals: list[Any], s: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
     """Emit the totals of the rows plus super-block s's products.
 
-    Sums of a scale's 16 or 32 codes are integers, their sum over the super-block one chain of float32.
+    Sums of a scale's 16 or 32 codes are integers, their sum over the super-block one chain of float32, or an integer.
     """
-    b, n_rows, n_parts, zero = e.b, len(xs), fmt.n_parts, _find_zero(e, fmt)
+    b, n_parts, zero = e.b, fmt.n_parts, _find_zero(e, fmt)
     q_at = [b.add(q, b.mul(s, LONG(SUPER * ACT_SCALE_BYTES))) for q in qs]
     sums_at = [e.add_offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
     first = b.shl(s, LONG(SUPER_SHIFT))
-    with e.loop(LONG(SUPER), [ZEROS] * n_rows) as (j, carried, products):
+    with e.loop(LONG(SUPER), [NOUGHTS if fmt.integers else ZEROS] * len(xs)) as (j, carried, products):
         i = b.add(first, j)
-        sums = _emit_block_products(e, fmt, panel, i, xs)
-        scales = [e.to_floats(load_integer(e, fmt, panel.scales, i, n)) for n in range(n_parts)]
+        starts = [[NOUGHTS] * n_parts for _ in xs]
+        if fmt.integers:
+            at = [b.add(e.add_offset(q, HALF_STARTS_AT), b.mul(j, LONG(4 * n_parts))) for q in q_at]
+            starts = [[e.spread(e.load(e.add_offset(row, 4 * n), WORD, 4)) for n in range(n_parts)] for row in at]
+        sums = _emit_block_products(e, fmt, panel, i, xs, starts)
+        scales = [load_integer(e, fmt, panel.scales, i, n) for n in range(n_parts)]
+        if not fmt.integers:
+            scales = [e.to_floats(scale) for scale in scales]
         for r, total in enumerate(carried):
             for n, (part, scale) in enumerate(zip(sums[r], scales, strict=True)):
+                if fmt.integers:
+                    total = b.add(total, b.mul(part, scale))
+                    continue
                 if zero != fmt.zero:  # put back what was taken off the codes: sums are rounded from here on
                     at = b.add(sums_at[r], b.mul(b.add(b.mul(j, LONG(n_parts)), LONG(n)), LONG(2)))
                     of_codes = b.mul(b.sext(e.load(at, HALF, 2), WORD), WORD(fmt.zero - zero))
                     part = b.add(part, e.spread(of_codes))
                 total = e.fma(e.to_floats(part), scale, total)
             products.append(total)
+    if fmt.integers:
+        products = [e.to_floats(product) for product in products]
     whole = load_super_scales(e, fmt, panel, s)
     return [add_super(e, fmt, whole, *row) for row in zip(products, q_at, totals, strict=True)]
 
@@ -134,13 +142,15 @@ class SuperScales(NamedTuple):
     offset: Any
     """None if it has no offsets."""
     pairs: list[Any]
-    """What the sums of x are multiplied with, two int16 in a word: integer offsets, or the scales that the zero has."""
+    """What the sums of x are multiplied with, two int16 in a word: integer offsets, or the scales that the zero has. None where sums are
+    integers."""
 
 
 def load_super_scales(e: Emitter, fmt: QuantFormat, panel: Panel, s: Any) -> SuperScales:
     heads, first = e.b.add(panel.supers, e.b.mul(s, LONG(fmt.super_bytes))), e.b.shl(s, LONG(SUPER_SHIFT))
     offset = e.b.fneg(e.load_halves(e.add_offset(heads, 2 * WIDTH))) if fmt.offsets else None
-    pairs = [_load_integer_pair(e, fmt, panel, first, n) for n in range(SUPER * fmt.n_parts // 2)] if fmt.offsets or fmt.zero else []
+    n_pairs = SUPER * fmt.n_parts // 2 if fmt.offsets or (fmt.zero and not fmt.integers) else 0
+    pairs = [_load_integer_pair(e, fmt, panel, first, n) for n in range(n_pairs)]
     return SuperScales(e.load_super_scales(fmt, heads), offset, pairs)
 
 
@@ -151,12 +161,12 @@ def _load_integer_pair(e: Emitter, fmt: QuantFormat, panel: Panel, first: Any, p
 
 
 def add_super(e: Emitter, fmt: QuantFormat, scales: SuperScales, product: Any, q: Any, total: Any) -> Any:
-    """Emit a row's total plus a super-block's chain of products; the activation scales of the row's super-block lie at q."""
+    """Emit a row's total plus a super-block's sum of products; the activation scales of the row's super-block lie at q."""
     of_sums = NOUGHTS
     for pair, integers in enumerate(scales.pairs):
         at = e.add_offset(q, (HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) + 4 * pair)
         of_sums = e.emit_pair_dot(of_sums, integers, e.load(at, WORD, 4))
-    if fmt.zero:
+    if fmt.zero and not fmt.integers:
         product = e.fma(e.to_floats(of_sums), ir.Constant(FLOATS, [-float(fmt.zero)] * WIDTH), product)
     x_scale = e.spread(e.load(q, FLOAT, 4))
     total = e.fma(product, e.b.fmul(scales.scale, x_scale), total)

@@ -69,7 +69,7 @@ class _Product:
         with b.if_then(b.icmp_signed(">", n_panels, LONG(0))), e.loop(n_panels, []) as (p, _, _):
             panel = Panel(e, self.fmt, p, self.args)
             with e.loop(LONG(self.n_rows), []) as (r, _, _):
-                e.store(panel.bias, self.locate_row(self.totals, r), LINE)
+                e.store(e.load(panel.bias_at, FLOATS, 4), self.locate_row(self.totals, r), LINE)
             for k in range(STEPS):
                 self._unpack(panel, LONG(0), k)
             self._emit_groups(panel)
