@@ -30,7 +30,7 @@ MOST_ROWS = 64  # Largest number of rows that `plan_rows` plans; of more rows, t
 # A line of `MatmulContext.tables`: from STEPS on, how many rows to take next, by the number of rows that are left; from FUNCTIONS on, the
 # addresses of the kernels, by their number of rows.
 STEPS, FUNCTIONS = 0, MOST_ROWS + 1
-TABLE = FUNCTIONS + 17
+TABLE = FUNCTIONS + MOST_ROWS + 1
 # Fields of a matrix as compiled code sees it. LINE_OF: its line of `MatmulContext.tables`; INT8: which codes of the activations it is
 # multiplied with, if any.
 ADDRESS, PANELS, PANEL_BYTES, BLOCKS, SUPER_AT, CODES_AT, BIAS, LINE_OF, INT8 = range(9)

@@ -33,7 +33,7 @@ from ngramspec.backends.cpu.codegen.activations import INTEGER_ZERO, emit_quanti
 from ngramspec.backends.cpu.codegen.kernels import FEW_ROWS, FLOAT_ROWS, CompiledModules, Kernels, build_module
 from ngramspec.backends.cpu.codegen.products import emit_float32, emit_int8
 from ngramspec.backends.cpu.codegen.targets import Target, get_host_target, list_targets
-from ngramspec.backends.cpu.codegen.tiles import emit_int8_tiles
+from ngramspec.backends.cpu.codegen.tiles import emit_int8_tiles, list_tile_rows
 from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, quantise_row
 from ngramspec.backends.cpu.packing import PackedWeight
@@ -41,7 +41,7 @@ from ngramspec.datastore.cache_dir import cache_dir
 from ngramspec.sampling.numeric import compute_gelu, exp
 
 N, K = 37, 768
-MOST = 16  # as many as a tile has
+MOST = 64  # as many as a kernel takes
 # Formats whose kernels are compiled for every number of rows for every target, which takes seconds for each; others' are for the best one.
 ALL_ROWS = ("Q4_0", "Q4_K", "Q6_K", "F16")
 # Formats that are compiled here: others of IQ1, IQ2 and IQ3 differ in values alone, or have the same (`test_packing` tries all).
@@ -128,8 +128,8 @@ def test_int8_bits_do_not_depend_on_the_target_or_the_number_of_rows(kind: str, 
 
 
 @pytest.mark.skipif(not get_host_target().tiles, reason="this processor has no AMX, or the system keeps it back")
-@pytest.mark.parametrize("kind", [kind for kind in COMPILED if not QUANTISED[kind].by_16])
-@pytest.mark.parametrize("n_inputs", [32, 64, 96, 128, 160, 416, 256, 1024])
+@pytest.mark.parametrize("kind", [kind for kind in COMPILED if list_tile_rows(QUANTISED[kind])])
+@pytest.mark.parametrize("n_inputs", [32, 64, 96, 128, 160, 416, 256, 512, 1024])
 def test_tiles_multiply_any_number_of_blocks(kind: str, n_inputs: int, generic: Kernels, kernels_of: Callable[[Target], Kernels]) -> None:
     if QUANTISED[kind].by_super and n_inputs % 256:
         pytest.skip("whole super-blocks only")
@@ -138,7 +138,7 @@ def test_tiles_multiply_any_number_of_blocks(kind: str, n_inputs: int, generic: 
     codes, act_scales = codes_and_act_scales(generic, x, weight.format)
     expected = multiply_few(generic, weight, codes, act_scales, bias)
     tiles = kernels_of(get_host_target())
-    assert {8, 12, 16} <= set(tiles.list_row_counts(weight.format, True))
+    assert {8, 12, 16, 32} <= set(tiles.list_row_counts(weight.format, True))
     for rows, function in tiles.get_row_functions(weight.format, True).items():
         same_bits(multiply(function, weight, codes[:rows], act_scales[:rows], bias), expected[:rows])
 
@@ -364,17 +364,29 @@ def test_float32_code_for_arm() -> None:
     assert "fcvtl" in code
 
 
-@pytest.mark.parametrize(("kind", "dot", "n_products"), [("Q5_0", "tdpbssd", 4), ("Q4_K", "tdpbsud", 8)])
-def test_code_for_tiles(kind: str, dot: str, n_products: int) -> None:
-    """A product of tiles for each block of the loop's body, none where fewer rows or scales of 16 inputs are multiplied."""
+@pytest.mark.parametrize(
+    ("kind", "rows", "n_products", "n_stores"),
+    [
+        ("Q5_0", 16, {"tdpbssd": 4}, 4),
+        ("Q5_0", 32, {"tdpbssd": 4}, 4),
+        ("Q4_K", 16, {"tdpbsud": 8}, 8),
+        ("Q4_K", 32, {"tdpbsud": 16}, 16),
+        ("Q2_K", 16, {"tdpbsud": 4}, 1),  # one byte for a product of code and scale, a sum for the whole super-block
+        ("Q6_K", 16, {"tdpbsud": 4, "tdpbssd": 4}, 2),
+        ("Q6_K", 64, {"tdpbsud": 16, "tdpbssd": 16}, 8),
+        ("IQ2_XS", 16, {}, 0),  # scales of 16 inputs whose sums are rounded
+        ("Q4_K", 6, {}, 0),
+    ],
+)
+def test_code_for_tiles(kind: str, rows: int, n_products: dict[str, int], n_stores: int) -> None:
+    """Instructions of the loop's body: for each row tile one for each block, or one for each byte and two blocks."""
     target = Target("AMX", "vnni512", "sapphirerapids", "", True, 24, tiles=True)
-    for fmt, rows in ((QUANTISED[kind], 16), (QUANTISED[kind], 6), (QUANTISED["Q6_K"], 12)):
-        code = assemble("x86_64-unknown-linux-gnu", target, fmt, (rows,), emit_int8_tiles)
-        expected = n_products if rows == 16 else 0
-        assert len(re.findall(rf"\b{dot}\t", code)) == expected
-        assert len(re.findall(r"\btilestored\t", code)) == expected
-        assert ("vpdpbusd" in code) == (rows != 16)
-        assert len(re.findall(r"\btilerelease\b", code)) == len(re.findall(r"\bldtilecfg\b", code)) == (rows == 16)
+    code = assemble("x86_64-unknown-linux-gnu", target, QUANTISED[kind], (rows,), emit_int8_tiles)
+    for dot in ("tdpbssd", "tdpbsud"):
+        assert len(re.findall(rf"\b{dot}\t", code)) == n_products.get(dot, 0)
+    assert len(re.findall(r"\btilestored\t", code)) == n_stores
+    assert ("vpdpbusd" in code) == (not n_products)
+    assert len(re.findall(r"\btilerelease\b", code)) == len(re.findall(r"\bldtilecfg\b", code)) == bool(n_products)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, fmt in QUANTISED.items() if fmt.exact])
