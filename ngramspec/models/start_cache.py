@@ -269,21 +269,34 @@ class CachedModel:
     config: dict[str, Any]
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def trained(self) -> int:
+        """Longest text that the model was trained for."""
+        return int(self.config.get("max_position_embeddings") or 4096)
 
-def reopen_model(file: Gguf | ModelFolder, tokenizer: Any, cache_dir: Path) -> CachedModel | None:
+
+def reopen_model(
+    file: Gguf | ModelFolder, tokenizer: Any, cache_dir: Path, begin: Callable[[CachedModel], None] = lambda _: None
+) -> CachedModel | None:
     """Open a model by its derived folder, with `tokenizer` or else its own; None if the folder is not intact.
 
-    None for a folder of safetensors with another tokenizer, too: what ends a text there depends on the tokenizer.
+    None for a folder of safetensors with another tokenizer, too: what ends a text there depends on the tokenizer. `begin` is called with
+    the model before its tokenizer is read, which takes as long as memory for its weights. Raises what `begin` raises.
     """
     folder = get_folder_path(file, cache_dir)
     if not is_intact(folder, file) or (tokenizer is not None and isinstance(file, ModelFolder)):
         return None
+    opened = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UnsupportedModelError):
         config = json.loads((folder / "config.json").read_bytes())
         ends = read_end_token_ids(folder, tokenizer)
-        tokenizer = tokenizer or DeferredTokenizer(folder)
         source = read_source(file, folder) if isinstance(file, ModelFolder) else read_tensor_source(file, folder)
-        return CachedModel(source, tokenizer, file.name, config, ends)
+        opened = CachedModel(source, tokenizer, file.name, config, ends)
+    if opened is None:
+        return None
+    begin(opened)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return opened if opened.tokenizer else replace(opened, tokenizer=DeferredTokenizer(folder))
     return None
 
 

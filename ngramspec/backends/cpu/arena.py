@@ -10,16 +10,19 @@ to start (AMD EPYC, Zen 4, two cores).
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import mmap
+import sys
+import threading
 
 import numpy as np
 
 from ngramspec.backends.cpu.formats import LINE
 
 LARGE_PAGE = 2 << 20  # bytes, on x86, and on Arm with small pages of 4 KiB
-_MADV_COLLAPSE = 25  # of Linux since 6.1; Python has no name for it
+_MADV_COLLAPSE, _MADV_POPULATE_WRITE = 25, 23  # of Linux since 6.1 and 5.14; Python has no names for them
 # Shared pages, Python's default, belong to a file in memory, for which Linux makes no large ones unless it is told to (shmem_enabled).
 _PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
@@ -38,17 +41,33 @@ class Arena:
         """Take [n_bytes] uint8, zeros, at an address that is a multiple of 64. Raises MemoryError."""
         n_bytes = -(-n_bytes // LINE) * LINE
         if n_bytes > len(self._free):
-            pages = _map_pages(max(self.PIECE, n_bytes))
-            self._free = np.frombuffer(pages, np.uint8)
-            if can_move_pages():
-                pages.madvise(mmap.MADV_NOHUGEPAGE)
-                first = -self._free.ctypes.data % LARGE_PAGE
-                self._small += [(pages, at) for at in range(first, len(pages) - LARGE_PAGE + 1, LARGE_PAGE)]
-            elif hasattr(mmap, "MADV_HUGEPAGE"):
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._map_piece(max(self.PIECE, n_bytes))
         taken, self._free = self._free[:n_bytes], self._free[n_bytes:]
         self.n_bytes += n_bytes
         return taken
+
+    def reserve_pages(self, n_bytes: int) -> None:
+        """Have the system hand out the pages of the next `n_bytes` beside what the caller does: one by one they take half of packing."""
+        try:
+            self._map_piece(max(LINE, n_bytes))
+        except MemoryError:  # so says `take`
+            return
+        threading.Thread(target=self._touch_pages, daemon=True).start()
+
+    def _touch_pages(self) -> None:
+        if sys.platform == "linux":  # by ctypes, since other threads of Python stand still while `mmap.madvise` works
+            free = self._free
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(free.ctypes.data), ctypes.c_size_t(len(free)), _MADV_POPULATE_WRITE)
+
+    def _map_piece(self, n_bytes: int) -> None:
+        pages = _map_pages(n_bytes)
+        self._free = np.frombuffer(pages, np.uint8)
+        if can_move_pages():
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+            first = -self._free.ctypes.data % LARGE_PAGE
+            self._small += [(pages, at) for at in range(first, len(pages) - LARGE_PAGE + 1, LARGE_PAGE)]
+        elif hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
 
     def enlarge_page(self) -> bool:
         """Move what lies in some small pages into a large one, which takes 0.3 to 9 ms; return whether there are more."""

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +63,8 @@ class CpuOptions(RunnerOptions):
     """Called before the first pass."""
     with_head: bool = False
     """Use the model's own head that predicts further tokens, if it has one."""
+    arena: Arena = field(default_factory=Arena)
+    """The memory in which a `LlamaRunner` packs weights."""
 
 
 class HostOutput:
@@ -199,7 +201,7 @@ class LlamaRunner(Runner):
         self.weight_map, self.shapes, self.n_layers = weight_map, weight_map.kv_shapes(), len(weight_map.layers)
         options.progress("packing weights")
         try:
-            context = MatmulContext(self.precision == "int8", folder=options.code)
+            context = MatmulContext(self.precision == "int8", folder=options.code, arena=options.arena)
             self.arena, self.decoder = context.arena, build_decoder(weight_map, source, context)
         except MemoryError as e:
             raise OutOfMemoryError(f"memory ran out while weights were packed: {e}") from e

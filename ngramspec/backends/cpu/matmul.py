@@ -54,9 +54,11 @@ class Matrix(NamedTuple):
 class MatmulContext:
     """What all products of a model share: kernels, the choice among them by number of rows, memory for weights."""
 
-    def __init__(self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None, *, soon_over: bool = False) -> None:
+    def __init__(
+        self, int8: bool, kernels: Kernels | None = None, folder: Path | None = None, *, soon_over: bool = False, arena: Arena | None = None
+    ) -> None:
         """Cache kernels in `folder`. `soon_over`: for a few passes only, as in `switch`."""
-        self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), Arena()
+        self.int8, self.kernels, self.arena = int8, kernels or Kernels(folder=folder), arena or Arena()
         self._soon_over = soon_over
         self.tables = np.zeros((0, TABLE), np.int64)
         self._made: list[Matrix] = []

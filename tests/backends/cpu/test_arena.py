@@ -19,11 +19,13 @@ from ngramspec.backends.cpu.formats import LINE
 from ngramspec.engine.llm_engine import Engine
 
 
-@given(st.lists(st.integers(1, 3 << 20), min_size=1, max_size=30))
+@given(st.lists(st.integers(1, 3 << 20), min_size=1, max_size=30), st.integers(0, 9 << 20))
 @settings(max_examples=20, deadline=None)
-def test_memory_for_weights_is_given_once(sizes: list[int]) -> None:
+def test_memory_for_weights_is_given_once(sizes: list[int], reserved: int) -> None:
     arena = Arena()
     arena.PIECE = 4 << 20  # type: ignore[misc]
+    if reserved:
+        arena.reserve_pages(reserved)
     taken = [arena.take(size) for size in sizes]
     for i, memory in enumerate(taken):
         assert memory.ctypes.data % LINE == 0
@@ -60,6 +62,16 @@ def test_memory_for_weights_comes_to_lie_in_large_pages() -> None:
     assert "hg" in flags
     assert "sh" not in flags
     assert not can_move_pages() or int(lines["AnonHugePages"].split()[0]) >= 2 * LARGE_PAGE >> 10
+
+
+@pytest.mark.skipif(not can_move_pages(), reason="Linux has handed out pages ahead since 5.14, moved them since 6.1")
+def test_pages_that_are_reserved_are_there_before_they_are_written() -> None:
+    arena = Arena()
+    arena.reserve_pages(4 * LARGE_PAGE)
+    weights = arena.take(4 * LARGE_PAGE)
+    while int(dict(re.split(r":\s+", line, maxsplit=1) for line in find_mapping(weights.ctypes.data))["Rss"].split()[0]) < 8 << 10:
+        time.sleep(0.01)
+    assert not weights.any()
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux describes its mappings")
