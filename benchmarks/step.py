@@ -5,7 +5,7 @@
         [--prompt-tokens 512] [--without-transformers] [--against llama [--llama-python PATH] [--llama-gguf F]]
 
 One sequence with `context` tokens in its cache and T rows after them, logits for every row: our pass, transformers' own forward with its
-cache, and the time to read the weights once (of a GGUF file as they are there), which no pass can beat; also a whole prompt.
+cache, and the time that torch takes to sum as many bytes as the weights have (of a GGUF file as they are there); also a whole prompt.
 Against llama.cpp: the same row counts after as many tokens, with logits of the last row alone, in a process of its own.
 
 Everybody takes turns, all row counts in each, after a pass that does not count; whoever waits uses no core. Medians. `kinks`: a row count's

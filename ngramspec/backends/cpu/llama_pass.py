@@ -110,14 +110,14 @@ def run_product_part(state, part, n_threads, matrices, columns, tables, n_rows, 
     """
     total = 0
     for i in range(matrices.shape[0]):
-        step = count_panels_per_piece(matrices[i, PANELS], matrices[i, PANEL_BYTES], n_threads)
+        step = count_panels_per_piece(matrices[i, PANELS], matrices[i, PANEL_BYTES], n_threads, n_rows)
         total += (matrices[i, PANELS] + step - 1) // step
     piece = take_piece(state, part)
     while piece < total:
         j = piece
         for i in range(matrices.shape[0]):
             m = matrices[i]
-            step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
+            step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads, n_rows)
             n_pieces = (m[PANELS] + step - 1) // step
             if j < n_pieces:
                 multiply(m, tables, j * step, min(m[PANELS], (j + 1) * step), n_rows, inputs, y.ctypes.data + 4 * columns[i], y.strides[0])
@@ -151,7 +151,7 @@ def _run_mlp_part(state, part, n_threads, matrices, tables, functions, n_rows, i
     gate, (quantise, activate), (both, middle, out_codes, out_act_scales) = matrices[0], functions, buffers
     n_matrices = matrices.shape[0]
     n_blocks = (gate[PANELS] * WIDTH + DEPTH - 1) // DEPTH  # of this layer, which may be narrower than others
-    step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads) // (2 * SUPER)) * SUPER
+    step = max(1, count_panels_per_piece(gate[PANELS], gate[PANEL_BYTES], n_threads, n_rows) // (2 * SUPER)) * SUPER
     total = (n_blocks + step - 1) // step
     piece = take_piece(state, part)
     while piece < total:
@@ -211,7 +211,7 @@ def _run_head_part(state, part, threads, m, tables, numbers, n_rows, inputs, res
     thread, n_threads = threads
     scale, softcap = numbers[LOGIT_SCALE], numbers[LOGIT_SOFTCAP]
     logits, _, vocab_size, tokens, values, fine, _ = results
-    step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads)
+    step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], n_threads, n_rows)
     total = (m[PANELS] + step - 1) // step
     piece = take_piece(state, part)
     while piece < total:

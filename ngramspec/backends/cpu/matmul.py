@@ -37,6 +37,7 @@ ADDRESS, PANELS, PANEL_BYTES, BLOCKS, SUPER_AT, CODES_AT, BIAS, LINE_OF, INT8 = 
 MATRIX = 9
 BY_BLOCK, BY_SUPER = 1, 2  # Codes: one scale per 32 activations, or per 256.
 CACHED = 1 << 18  # Bytes of panels that stay in the second-level cache while rows are multiplied.
+PREFETCHED = 8  # Panels of a piece for few rows, at least: a piece's first panel is the one that has not been prefetched.
 EACH = 0.25  # Extra cost of each further kernel call for a number of rows, in measured times of one row.
 SHARES = 4  # Pieces of a product per thread, so that a thread that is held back leaves work to the others.
 
@@ -212,9 +213,12 @@ def multiply(m, tables, first, end, n_rows, inputs, y, y_step):
 
 
 @njit(cache=True, nogil=True)
-def count_panels_per_piece(n_panels, bytes_of_one, n_threads):
+def count_panels_per_piece(n_panels, bytes_of_one, n_threads, n_rows):
     """Return how many panels make up one piece of work."""
-    return max(1, min(n_panels // (SHARES * n_threads), CACHED // bytes_of_one))
+    most = CACHED // bytes_of_one
+    if n_rows <= MOST_ROWS:  # which are multiplied at once, or nearly so
+        most = max(most, PREFETCHED)
+    return max(1, min(n_panels // (SHARES * n_threads), most))
 
 
 @njit(cache=True, nogil=True)
@@ -244,7 +248,7 @@ def _multiply_all(matrices, columns, tables, quantise, x, codes, act_scales, y, 
     inputs = locate_rows(x, codes, act_scales)
     for i in range(matrices.shape[0]):
         m = matrices[i]
-        step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], threads)
+        step = count_panels_per_piece(m[PANELS], m[PANEL_BYTES], threads, n_rows)
         to = y.ctypes.data + 4 * columns[i]
         for j in prange((m[PANELS] + step - 1) // step):
             first = np.int64(j) * step

@@ -15,6 +15,8 @@ from ngramspec.backends.cpu.codegen.activations import ACT_SCALE_BYTES, BLOCK_SU
 from ngramspec.backends.cpu.codegen.emitter import FLOAT, FLOATS, HALF, LONG, NOUGHTS, SUPER_SHIFT, WORD, WORDS, ZEROS, Emitter
 from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
 
+# Places of a panel from which it is prefetched at a time: a processor's own prefetching follows each for itself, up to the end of its page.
+STREAMS = 4
 AT_ONCE = 2  # Rows whose sums are under way at a time with AVX-512 VNNI: their registers are free again before the next rows need some.
 
 
@@ -44,6 +46,7 @@ class Panel:
         w0, _, panel_bytes, _, super_at, codes_at, _, _, _, _, bias0, y0, _ = args
         self.scales = b.add(w0, b.mul(p, panel_bytes))
         self.next = b.add(self.scales, panel_bytes)
+        self.stream_bytes = b.mul(b.udiv(panel_bytes, LONG(STREAMS * LINE)), LONG(LINE))
         self.supers, self.codes = b.add(self.scales, super_at), b.add(self.scales, codes_at)
         shift = b.mul(p, LONG(4 * WIDTH))
         self.bias_at, self.y = b.add(bias0, shift), b.add(y0, shift)
@@ -61,11 +64,14 @@ def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any, xs:
 
 
 def prefetch_next(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any) -> None:
-    """Emit requests for block i's share of the next panel."""
-    step = fmt.code_bytes + fmt.scale_bytes + fmt.super_bytes // SUPER
-    cursor = e.b.add(panel.next, e.b.mul(i, LONG(step)))
-    for line in range(0, step, LINE):
-        e.prefetch(e.add_offset(cursor, line))
+    """Emit requests for block i's share of the next panel: a STREAMS-th of it from each of as many places."""
+    size = fmt.code_bytes + fmt.scale_bytes + fmt.super_bytes // SUPER
+    share = -(-size // STREAMS)
+    cursor = e.b.add(panel.next, e.b.mul(i, LONG(share)))
+    for _ in range(STREAMS):
+        for line in range(0, share, LINE):
+            e.prefetch(e.add_offset(cursor, line))
+        cursor = e.b.add(cursor, panel.stream_bytes)
 
 
 def _find_zero(e: Emitter, fmt: QuantFormat) -> int:
