@@ -58,7 +58,7 @@ class QuantFormat(NamedTuple):
     """Whether the sum of a super-block's products, times their integer scales, is exact: in float32, since it stays below 2^24, or as an
     integer. Else it is rounded after each part."""
     integers: bool = False
-    """Whether this sum is an integer, of codes less their zero."""
+    """Whether this sum is an integer, of codes less their zero if they have one."""
 
     @property
     def by_super(self) -> bool:
@@ -116,7 +116,7 @@ QUANTISED: dict[str, QuantFormat] = {
     "Q8_0": QuantFormat((8,), zero=128),
     "Q2_K": QuantFormat((2,), by_16=True, half_scales=False, offsets=True, exact=True),
     "Q3_K": QuantFormat((2, 1), zero=4, by_16=True, half_scales=False, scale_zero=32, exact=True),
-    "Q4_K": QuantFormat((4,), half_scales=False, offsets=True),
+    "Q4_K": QuantFormat((4,), half_scales=False, offsets=True, exact=True, integers=True),
     "Q5_K": QuantFormat((4, 1), half_scales=False, offsets=True),
     "Q6_K": QuantFormat((4, 2), zero=32, by_16=True, half_scales=False, scale_zero=128, exact=True, integers=True),
     "IQ4_NL": QuantFormat((4,), zero=128, values=IQ4_VALUES),

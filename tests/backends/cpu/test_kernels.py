@@ -369,9 +369,10 @@ def test_float32_code_for_arm() -> None:
     [
         ("Q5_0", 16, {"tdpbssd": 4}, 4),
         ("Q5_0", 32, {"tdpbssd": 4}, 4),
-        ("Q4_K", 16, {"tdpbsud": 8}, 8),
-        ("Q4_K", 32, {"tdpbsud": 16}, 16),
+        ("Q5_K", 16, {"tdpbsud": 8}, 8),
+        ("Q5_K", 32, {"tdpbsud": 16}, 16),
         ("Q2_K", 16, {"tdpbsud": 4}, 1),  # one byte for a product of code and scale, a sum for the whole super-block
+        ("Q4_K", 16, {"tdpbsud": 4, "tdpbssd": 4}, 2),
         ("Q6_K", 16, {"tdpbsud": 4, "tdpbssd": 4}, 2),
         ("Q6_K", 64, {"tdpbsud": 16, "tdpbssd": 16}, 8),
         ("IQ2_XS", 16, {}, 0),  # scales of 16 inputs whose sums are rounded
@@ -393,11 +394,12 @@ def test_code_for_tiles(kind: str, rows: int, n_products: dict[str, int], n_stor
 def test_exact_sums_of_super_blocks_fit(kind: str) -> None:
     """In float32 without rounding, or into 32 bits; what is multiplied with the codes fits as well."""
     fmt = QUANTISED[kind]
-    most_scale = {"Q2_K": 15, "Q3_K": 32, "Q6_K": 128}[kind]
-    most_code = fmt.zero if fmt.integers else 2**fmt.bits - 1
+    most_scale = {"Q2_K": 15, "Q3_K": 32, "Q4_K": 63, "Q6_K": 128}[kind]
+    most_code = fmt.zero if fmt.integers and fmt.zero else 2**fmt.bits - 1
     assert 127 * DEPTH * SUPER * most_code * most_scale < (2**31 if fmt.integers else 2**24)
     assert most_scale * most_code < 2**15
-    assert fmt.zero == INTEGER_ZERO or not fmt.integers
+    assert fmt.zero in (0, INTEGER_ZERO) or not fmt.integers
+    assert fmt.zero or 127 * DEPTH // 2 * most_code < 2**15, "sums of 16 codes"
 
 
 def test_vectors_that_do_not_fit_into_registers_cross_no_line_of_the_cache() -> None:

@@ -206,8 +206,46 @@ class Emitter:
                 row[part] = self.emit_dot(row[part], code(g), self.load(self.add_offset(address, 4 * g), WORD, 4), bits)
         return sums
 
-    def _emit_pair_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, sums: list[list[Any]]) -> list[list[Any]]:
-        """Emit `emit_products` with instructions that multiply pairs of bytes into 16-bit sums.
+    def emit_scaled_products(self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, scale: Any, totals: list[Any]) -> list[Any]:
+        """Emit the rows' totals, int32, plus the integer dot products of a quant block times `scale`, words from 0 to 2^15 - 1.
+
+        `code`, `x_at`, `bits` are those of `emit_products`; sums of 16 codes have to fit into 16 bits.
+        """
+        if self.target.dot == "maddubs":
+            return [total for (total,) in self._emit_pair_products(code, x_at, bits, [[total] for total in totals], scale)]
+        by_pairs = self.target.dot in ("vnni512", "vnni256")  # which multiply and add words of 16 bits in one instruction
+        n_parts = 2 if by_pairs else 1
+        for part in range(n_parts):
+            sums = [NOUGHTS] * len(x_at)
+            for g in range(part * GROUPS // n_parts, (part + 1) * GROUPS // n_parts):
+                for row, address in enumerate(x_at):
+                    sums[row] = self.emit_dot(sums[row], code(g), self.load(self.add_offset(address, 4 * g), WORD, 4), bits)
+            for row, one in enumerate(sums):
+                totals[row] = self.dot_pairs(totals[row], one, scale) if by_pairs else self.b.add(totals[row], self.b.mul(one, scale))
+        return totals
+
+    def dot_pairs(self, total: Any, a: Any, b: Any) -> Any:
+        """Emit total[i] + the products of the int16 of a[i] and b[i], on x86; all are vectors of words.
+
+        VNNI's instruction is emitted as assembly: LLVM would take it apart, as multiplying and adding one after the other is sooner done.
+        """
+        n = 16 if self.target.chains > 6 else 8
+        assembly, registers = ("vpdpwssd $3, $2, $0", "v") if n == 16 else ("{vex} vpdpwssd $3, $2, $0", "x")
+        parts = []
+        for t, *both in zip(*(self.split(each, n) for each in (total, a, b)), strict=True):
+            if self.target.dot == "maddubs":
+                name = "llvm.x86.avx512.pmaddw.d.512" if n == 16 else "llvm.x86.avx2.pmadd.wd"
+                product = self.call(name, t.type, *(self.b.bitcast(each, ir.VectorType(HALF, 2 * n)) for each in both))
+                parts.append(self.b.add(t, product))
+            else:
+                shape, places = ir.FunctionType(t.type, [t.type] * 3), f"={registers},0,{registers},{registers}"
+                parts.append(self.b.call(ir.InlineAsm(shape, assembly, places), [t, *both]))
+        return self.join(parts)
+
+    def _emit_pair_products(
+        self, code: Callable[[int], Any], x_at: Sequence[Any], bits: int, sums: list[list[Any]], scale: Any = None
+    ) -> list[list[Any]]:
+        """Emit `emit_products`, or with `scale` `emit_scaled_products`, with instructions that multiply pairs of bytes into 16-bit sums.
 
         Sums stay in 16 bits as long as they cannot overflow. Codes of 8 bits are split into halves, since a pair of their products would
         overflow.
@@ -217,6 +255,9 @@ class Emitter:
         n_parts = len(sums[0])
         period = min(n_fit, GROUPS // n_parts)
         pairs, wide = ir.VectorType(HALF, 16), ir.VectorType(WORD, 8)
+        scales = [None] * 2
+        if scale is not None:
+            scales = [self.b.bitcast(each, pairs) for each in self.split(self.b.or_(scale, self.b.shl(scale, self.splat_words(16))), 8)]
         most = 5 // len(halves)  # rows whose sums fit into the registers, two of each
         at_once = -(-len(x_at) // -(-len(x_at) // most))
         for start in range(0, len(x_at), at_once):
@@ -238,7 +279,7 @@ class Emitter:
                     part = g * n_parts // GROUPS
                     for r, half in sorted({key[:2] for key in fresh}):
                         worth = ir.Constant(pairs, [1 << halves[half][0]] * 16)
-                        four = [self.call("llvm.x86.avx2.pmadd.wd", wide, fresh.pop((r, half, n)), worth) for n in range(2)]
+                        four = [self.call("llvm.x86.avx2.pmadd.wd", wide, fresh.pop((r, half, n)), scales[n] or worth) for n in range(2)]
                         sums[r][part] = self.b.add(sums[r][part], self.join(four))
         return sums
 
@@ -286,13 +327,7 @@ class Emitter:
     def emit_pair_dot(self, total: Any, integers: Any, two: Any) -> Any:
         """Emit total[i] + the products of the 2 int16 of integers[i] with those of the word `two`; exact."""
         if self.target.dot in ("vnni512", "maddubs", "vnni256"):
-            name, n = ("avx512.pmaddw.d.512", 16) if self.target.chains > 6 else ("avx2.pmadd.wd", 8)
-            pairs, x = ir.VectorType(HALF, 2 * n), self.b.bitcast(self.spread(two, n), ir.VectorType(HALF, 2 * n))
-            parts = [
-                self.b.add(t, self.call(f"llvm.x86.{name}", ir.VectorType(WORD, n), self.b.bitcast(w, pairs), x))
-                for t, w in zip(self.split(total, n), self.split(integers, n), strict=True)
-            ]
-            return self.join(parts)
+            return self.dot_pairs(total, integers, self.spread(two))
         low, high = self.b.ashr(self.b.shl(two, WORD(16)), WORD(16)), self.b.ashr(two, WORD(16))
         first = self.b.ashr(self.b.shl(integers, self.splat_words(16)), self.splat_words(16))
         total = self.b.add(total, self.b.mul(first, self.spread(low)))

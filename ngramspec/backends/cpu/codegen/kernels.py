@@ -43,6 +43,7 @@ class CompiledModules:
     def __init__(self, target: Target, folder: Path | None = None) -> None:
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
+        binding.initialize_native_asmparser()
         self.target, self._folder = target, folder
         self._machine = self._new_machine()
         self._engines: list[Any] = []  # they own the code

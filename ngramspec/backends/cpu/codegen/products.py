@@ -52,14 +52,22 @@ class Panel:
         self.bias_at, self.y = b.add(bias0, shift), b.add(y0, shift)
 
 
-def _emit_block_products(e: Emitter, fmt: QuantFormat, panel: Panel, i: Any, xs: list[Any], starts: list[list[Any]]) -> list[list[Any]]:
-    """Emit `starts` [rows][parts] plus the dot products of block i; codes have their zeros in them, but for what `_find_zero` takes off."""
+def _emit_block_products(
+    e: Emitter, fmt: QuantFormat, panel: Panel, i: Any, xs: list[Any], starts: list[list[Any]], scale: Any = None
+) -> list[list[Any]]:
+    """Emit `starts` [rows][parts] plus the dot products of block i, times `scale` if there is one.
+
+    Codes have their zeros in them, but for what `_find_zero` takes off.
+    """
     b = e.b
     prefetch_next(e, fmt, panel, i)
     codes = cache(e.make_code_reader(fmt, b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
     at_once = AT_ONCE if e.target.dot == "vnni512" else len(xs)
     groups = (slice(r, r + at_once) for r in range(0, len(xs), at_once))
+    if scale is not None:
+        totals = (e.emit_scaled_products(codes, x_at[rows], fmt.bits, scale, [total for (total,) in starts[rows]]) for rows in groups)
+        return [[total] for some in totals for total in some]
     return [sums for rows in groups for sums in e.emit_products(codes, x_at[rows], fmt.bits, starts[rows])]
 
 
@@ -106,39 +114,49 @@ def add_block(e: Emitter, scales: tuple[Any, Any], whole: Any, q: Any, total: An
 
 
 def _emit_int8_super(e: Emitter, fmt: QuantFormat, panel: Panel, totals: list[Any], s: Any, xs: list[Any], qs: list[Any]) -> list[Any]:
-    """Emit the totals of the rows plus super-block s's products.
+    """Emit the totals of the rows plus super-block s's products."""
+    q_at = [e.b.add(q, e.b.mul(s, LONG(SUPER * ACT_SCALE_BYTES))) for q in qs]
+    products = (_emit_integer_sums if fmt.integers else _emit_float_sums)(e, fmt, panel, e.b.shl(s, LONG(SUPER_SHIFT)), xs, q_at)
+    whole = load_super_scales(e, fmt, panel, s)
+    return [add_super(e, fmt, whole, *row) for row in zip(products, q_at, totals, strict=True)]
 
-    Sums of a scale's 16 or 32 codes are integers, their sum over the super-block one chain of float32, or an integer.
-    """
-    b, n_parts, zero = e.b, fmt.n_parts, _find_zero(e, fmt)
-    q_at = [b.add(q, b.mul(s, LONG(SUPER * ACT_SCALE_BYTES))) for q in qs]
-    sums_at = [e.add_offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
-    first = b.shl(s, LONG(SUPER_SHIFT))
-    with e.loop(LONG(SUPER), [NOUGHTS if fmt.integers else ZEROS] * len(xs)) as (j, carried, products):
+
+def _emit_integer_sums(e: Emitter, fmt: QuantFormat, panel: Panel, first: Any, xs: list[Any], q_at: list[Any]) -> list[Any]:
+    """Emit the rows' sums of products, times their scales, of the super-block that begins with block `first`: integers, as float32."""
+    b, n_parts = e.b, fmt.n_parts
+    with e.loop(LONG(SUPER), [NOUGHTS] * len(xs)) as (j, carried, ends):
         i = b.add(first, j)
-        starts = [[NOUGHTS] * n_parts for _ in xs]
-        if fmt.integers:
+        scales = [load_integer(e, fmt, panel.scales, i, n) for n in range(n_parts)]
+        if fmt.zero:
             at = [b.add(e.add_offset(q, HALF_STARTS_AT), b.mul(j, LONG(4 * n_parts))) for q in q_at]
             starts = [[e.spread(e.load(e.add_offset(row, 4 * n), WORD, 4)) for n in range(n_parts)] for row in at]
-        sums = _emit_block_products(e, fmt, panel, i, xs, starts)
-        scales = [load_integer(e, fmt, panel.scales, i, n) for n in range(n_parts)]
-        if not fmt.integers:
-            scales = [e.to_floats(scale) for scale in scales]
+            sums = _emit_block_products(e, fmt, panel, i, xs, starts)
+            for total, parts in zip(carried, sums, strict=True):
+                for part, scale in zip(parts, scales, strict=True):
+                    total = b.add(total, b.mul(part, scale))
+                ends.append(total)
+        else:
+            ends += [total for (total,) in _emit_block_products(e, fmt, panel, i, xs, [[total] for total in carried], scales[0])]
+    return [e.to_floats(total) for total in ends]
+
+
+def _emit_float_sums(e: Emitter, fmt: QuantFormat, panel: Panel, first: Any, xs: list[Any], q_at: list[Any]) -> list[Any]:
+    """Emit the same as a chain of float32, of codes that have their zeros in them."""
+    b, n_parts, zero = e.b, fmt.n_parts, _find_zero(e, fmt)
+    sums_at = [e.add_offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
+    with e.loop(LONG(SUPER), [ZEROS] * len(xs)) as (j, carried, ends):
+        i = b.add(first, j)
+        sums = _emit_block_products(e, fmt, panel, i, xs, [[NOUGHTS] * n_parts for _ in xs])
+        scales = [e.to_floats(load_integer(e, fmt, panel.scales, i, n)) for n in range(n_parts)]
         for r, total in enumerate(carried):
             for n, (part, scale) in enumerate(zip(sums[r], scales, strict=True)):
-                if fmt.integers:
-                    total = b.add(total, b.mul(part, scale))
-                    continue
                 if zero != fmt.zero:  # put back what was taken off the codes: sums are rounded from here on
                     at = b.add(sums_at[r], b.mul(b.add(b.mul(j, LONG(n_parts)), LONG(n)), LONG(2)))
                     of_codes = b.mul(b.sext(e.load(at, HALF, 2), WORD), WORD(fmt.zero - zero))
                     part = b.add(part, e.spread(of_codes))
                 total = e.fma(e.to_floats(part), scale, total)
-            products.append(total)
-    if fmt.integers:
-        products = [e.to_floats(product) for product in products]
-    whole = load_super_scales(e, fmt, panel, s)
-    return [add_super(e, fmt, whole, *row) for row in zip(products, q_at, totals, strict=True)]
+            ends.append(total)
+    return ends
 
 
 class SuperScales(NamedTuple):

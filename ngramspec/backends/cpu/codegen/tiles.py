@@ -420,7 +420,7 @@ class _FoldedProduct(_Product):
             even, odd, zero = scales[g * fmt.n_parts // GROUPS]()
             codes = b.bitcast(code(g), BYTES)
             first, second = (e.call("llvm.x86.avx512.pmaddubs.w.512", _PAIRS, codes, each) for each in (even, odd))
-            if fmt.integers:
+            if fmt.integers and fmt.zero:
                 first, second = b.sub(first, zero), b.sub(second, zero)
             if self.n_bytes == 1:
                 bytes_of = [b.or_(first, b.shl(second, eight))]
