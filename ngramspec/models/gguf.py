@@ -168,7 +168,7 @@ def read_header(path: Path) -> GgufHeader:
         status = path.stat()
     except OSError as error:
         raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
-    return _read_once(path, status.st_size, status.st_mtime_ns, status.st_ino)
+    return _read_once(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 @functools.lru_cache(maxsize=1)
