@@ -243,7 +243,7 @@ def print_figures(document: dict[str, Any]) -> None:
         theirs = f", llama.cpp {document[f'llama_prefill_{n_prompt}_ms']:.0f} ms" if "llama_rows" in document else ""
         print(f"a prompt of {n_prompt} tokens: {prefill:.0f} ms{theirs}")
     if "floor_ms" in document:
-        print(f"reading the weights once ({document['weight_bytes'] / 1e6:.0f} MB): {document['floor_ms']:.2f} ms")
+        print(f"torch sums as many bytes as the weights have ({document['weight_bytes'] / 1e6:.0f} MB): {document['floor_ms']:.2f} ms")
     print(f"exactness: {document['exactness']}")
 
 

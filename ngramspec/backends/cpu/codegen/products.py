@@ -141,7 +141,7 @@ def _emit_integer_sums(e: Emitter, fmt: QuantFormat, panel: Panel, first: Any, x
 
 
 def _emit_float_sums(e: Emitter, fmt: QuantFormat, panel: Panel, first: Any, xs: list[Any], q_at: list[Any]) -> list[Any]:
-    """Emit the same as a chain of float32, of codes that have their zeros in them."""
+    """Emit the rows' sums as `_emit_integer_sums` does, but as chains of float32, of codes that have their zeros in them."""
     b, n_parts, zero = e.b, fmt.n_parts, _find_zero(e, fmt)
     sums_at = [e.add_offset(q, HALF_SUMS_AT if fmt.by_16 else BLOCK_SUMS_AT) for q in q_at]
     with e.loop(LONG(SUPER), [ZEROS] * len(xs)) as (j, carried, ends):
@@ -166,8 +166,8 @@ class SuperScales(NamedTuple):
     offset: Any
     """None if it has no offsets."""
     pairs: list[Any]
-    """What the sums of x are multiplied with, two int16 in a word: integer offsets, or the scales that the zero has. None where sums are
-    integers."""
+    """What the sums of x are multiplied with, two int16 in a word: integer offsets, or the scales that a zero has which products contain.
+    Empty where there are neither."""
 
 
 def load_super_scales(e: Emitter, fmt: QuantFormat, panel: Panel, s: Any) -> SuperScales:

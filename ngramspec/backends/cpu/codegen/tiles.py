@@ -28,12 +28,12 @@ from ngramspec.backends.cpu.formats import DEPTH, LINE, SUPER, WIDTH, QuantForma
 # Row counts with a kernel of their own; fewer rows are multiplied faster by vectors.
 _ROWS, _FOLDED_ROWS = (8, 12, 16, 32), (8, 12, 16, 32, 64)
 TILE_ROWS = 16  # Rows of a tile, at most.
-SUMS = 4  # Tiles of sums.
 STEPS = 4  # Pairs of blocks of a super-block, that are multiplied one after another.
 _MINUS_ZEROS = ir.Constant(FLOATS, [-0.0] * WIDTH)
 _VOID, _PAIRS = ir.VoidType(), ir.VectorType(HALF, LINE // 2)
 # Numbers of the eight tiles: those of a turn's sums, of two steps' activations, of two steps' weights.
 _SUMS, _ACTIVATIONS, _WEIGHTS = 0, 4, 6
+_N_SUMS = _ACTIVATIONS - _SUMS  # Tiles of sums.
 _ROWS_AT, _BYTES_AT = 48, 16  # In the configuration of tiles: how many rows each has, and how many bytes a row (Intel's manual, LDTILECFG).
 
 Action = Callable[[], None]  # emits some instructions
@@ -74,8 +74,8 @@ class _Product:
     """A product of `n_rows` rows with panels, unit by unit, through all panels as if they were one.
 
     A unit takes some turns. A turn multiplies what was unpacked before it, unpacks blocks of a later turn and scales the sums of the turn
-    before it. Instructions on tiles stand apart from each other: one right after another takes up to twice as long while the other half
-    of the core is busy.
+    before it. Instructions on tiles stand apart from each other: one right after another takes up to four times as long while the other
+    half of the core is busy.
     """
 
     dot: str
@@ -206,7 +206,7 @@ class _PlainProduct(_Product):
 
     def __init__(self, e: Emitter, fmt: QuantFormat, n_rows: int, args: Sequence[Any]) -> None:
         super().__init__(e, fmt, n_rows, args)
-        self.steps = SUMS // self.n_tiles
+        self.steps = _N_SUMS // self.n_tiles
         self.codes_bytes = self.steps * DEPTH * WIDTH
         self.codes = self.allocate(2 * self.codes_bytes)  # of this turn and of the next one
         self.sums = self.allocate(self.steps * n_rows * LINE)
@@ -371,8 +371,8 @@ class _FoldedProduct(_Product):
         self.turn_rows = self.tile_rows * self.n_tiles
         self.n_turns = n_rows // self.turn_rows
         self.n_bytes = 1 if fmt.bits == 2 else 2
-        self.codes_bytes, self.sums_bytes = self.n_bytes * SUPER * DEPTH * WIDTH, self.n_bytes * self.turn_rows * LINE
-        self.codes, self.sums = self.allocate(2 * self.codes_bytes), self.allocate(self.sums_bytes)
+        self.codes_bytes = self.n_bytes * SUPER * DEPTH * WIDTH
+        self.codes, self.sums = self.allocate(2 * self.codes_bytes), self.allocate(self.n_bytes * self.turn_rows * LINE)
 
     def count_units(self) -> Any:
         return self.e.b.lshr(self.n_blocks, LONG(SUPER_SHIFT))
