@@ -3,26 +3,33 @@
 Weights lie in large pages if the system has them: with small ones a pass of 8 rows took 1.05 to 1.6 times as long. Keys and values do not:
 attention over 8,000 tokens took as long, and of each layer 2 MiB of both would be taken by the first token (111 MB of Qwen2.5-Coder-1.5B).
 
-Weights are written into small pages first, and these are moved while nothing else is to do, or in a tenth of the time of steps. Where a
-virtual machine's host hands memory out when it is first touched, a large page takes up to 9 ms, and a model of 1 GB took 1.0 to 1.5 s more
-to start (AMD EPYC, Zen 4, two cores).
+Where a virtual machine's host hands memory out when it is first touched, a large page takes 4 to 9 ms instead of 0.3, and a model of 1 GB
+took 1.0 to 1.5 s more to start (AMD EPYC, Zen 4, two cores). So once large pages are that slow, weights are written into small ones, and
+these are moved while nothing else is to do, or in a tenth of the time of steps.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import mmap
 import sys
 import threading
+import time
 
 import numpy as np
+from numba import types
 
+from ngramspec.backends.cpu.codegen.intrinsics import or_byte
 from ngramspec.backends.cpu.formats import LINE
+from ngramspec.datastore.code_cache import njit
 
 LARGE_PAGE = 2 << 20  # bytes, on x86, and on Arm with small pages of 4 KiB
-_MADV_COLLAPSE, _MADV_POPULATE_WRITE = 25, 23  # of Linux since 6.1 and 5.14; Python has no names for them
+_MADV_COLLAPSE = 25  # of Linux since 6.1; Python has no name for it
+# Processor time in nanoseconds that TIMED bytes of large pages take at most: 3 ms (Zen 3), 23 to 40 if a host has yet to hand them out. As
+# small pages they take 10 ms and more.
+TIMED, LARGE_NS = 16 << 20, 8_000_000
+_THREAD_CLOCK = 3  # CLOCK_THREAD_CPUTIME_ID of Linux
 # Shared pages, Python's default, belong to a file in memory, for which Linux makes no large ones unless it is told to (shmem_enabled).
 _PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
@@ -49,17 +56,19 @@ class Arena:
     def reserve_pages(self, n_bytes: int) -> None:
         """Have the system hand out the pages of the next `n_bytes` beside what the caller does: one by one they take half of packing."""
         try:
-            self._map_piece(max(LINE, n_bytes))
+            pages = self._map_piece(max(LINE, n_bytes))
         except MemoryError:  # so says `take`
             return
-        threading.Thread(target=self._touch_pages, daemon=True).start()
+        if sys.platform == "linux":
+            large, clock = can_move_pages(), np.zeros(2, np.int64)
+            if large:
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            rest = mmap.PAGESIZE, large, 0, clock
+            touch_pages(self._free[:0], *rest)  # loads its machine code
+            threading.Thread(target=touch_pages, args=(self._free, *rest), daemon=True).start()
+            time.sleep(0.001)  # so that it begins before this thread goes on
 
-    def _touch_pages(self) -> None:
-        if sys.platform == "linux":  # by ctypes, since other threads of Python stand still while `mmap.madvise` works
-            free = self._free
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(free.ctypes.data), ctypes.c_size_t(len(free)), _MADV_POPULATE_WRITE)
-
-    def _map_piece(self, n_bytes: int) -> None:
+    def _map_piece(self, n_bytes: int) -> mmap.mmap:
         pages = _map_pages(n_bytes)
         self._free = np.frombuffer(pages, np.uint8)
         if can_move_pages():
@@ -68,6 +77,7 @@ class Arena:
             self._small += [(pages, at) for at in range(first, len(pages) - LARGE_PAGE + 1, LARGE_PAGE)]
         elif hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
+        return pages
 
     def enlarge_page(self) -> bool:
         """Move what lies in some small pages into a large one, which takes 0.3 to 9 ms; return whether there are more."""
@@ -81,6 +91,35 @@ class Arena:
                     continue
             break  # also if no large page is to be had, which the system may have looked for
         return bool(self._small)
+
+
+_madvise = types.ExternalFunction("madvise", types.intc(types.uintp, types.uintp, types.intc))
+_clock_gettime = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
+
+
+@njit(cache=True, nogil=True)
+def _read_clock(clock):
+    _clock_gettime(_THREAD_CLOCK, np.uint64(clock.ctypes.data))
+    return clock[0] * 1_000_000_000 + clock[1]
+
+
+@njit(cache=True, nogil=True)
+def touch_pages(memory, page_bytes, large, no_bits, clock):
+    """Write to all pages of memory on Linux, which leaves it as it is: if `large`, to large ones until they are slow, then to small ones.
+
+    `no_bits` is 0; `clock`: two int64 to write to. A compiled loop, since other threads of Python may hold the interpreter for a second, as
+    the one that reads a tokenizer. MADV_POPULATE_WRITE takes as long, and no thread can map memory meanwhile.
+    """
+    address, n_bytes = np.int64(memory.ctypes.data), len(memory)
+    began, timed = _read_clock(clock), 0
+    for at in range(0, n_bytes, page_bytes):
+        if large and at - timed >= TIMED:
+            now = _read_clock(clock)
+            if now - began > LARGE_NS:
+                large = False
+                _madvise(np.uint64(address + at), np.uint64(n_bytes - at), np.int32(mmap.MADV_NOHUGEPAGE))
+            began, timed = now, at
+        or_byte(address + at, no_bits)
 
 
 def make_zeros(n: int, dtype: type[np.generic]) -> np.ndarray:

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from ngramspec.backends.cpu.experts_modules import PackedExperts, PackedRouter, find_router_options
 from ngramspec.backends.cpu.linear import CpuPackedEmbedding, CpuPackedLinear, HeadGates, HeadQueries, SharedLinear, SharedProduct
 from ngramspec.backends.cpu.matmul import CpuProduct, MatmulContext, Matrix, unpack_rows
-from ngramspec.backends.cpu.packing import pack
+from ngramspec.backends.cpu.packing import PackingThreads, pack
 from ngramspec.models.expert_routing import find_activation, locate_router_parts
 from ngramspec.models.expert_weights import ExpertWeights
 from ngramspec.models.gated_heads import JOINED, list_gated_attention
@@ -68,6 +68,15 @@ class ModulePatcher:
 
     def bind(self) -> None:
         """Replace the modules. Raises UnsupportedModelError, ModelNotFoundError, MemoryError."""
+        with PackingThreads() as self._threads:
+            self._replace_modules()
+        for path, module in self.model.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and (parameter.is_meta or parameter.dtype != torch.float32):
+                    values = self.source[f"{path}.{name}" if path else name].float32()
+                    module._parameters[name] = nn.Parameter(torch.from_numpy(values.copy()), requires_grad=False)
+
+    def _replace_modules(self) -> None:
         embedding = self.model.get_input_embeddings()
         for path, attention in list_latent_attention(self.model):
             self._pack_heads(path, attention)
@@ -97,11 +106,6 @@ class ModulePatcher:
                     setattr(parent, name, other)
                 elif locate_router_parts(child) is not None or "down_proj" in child._parameters:
                     self.unproven.append(at + name)
-        for path, module in self.model.named_modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and (parameter.is_meta or parameter.dtype != torch.float32):
-                    values = self.source[f"{path}.{name}" if path else name].float32()
-                    module._parameters[name] = nn.Parameter(torch.from_numpy(values.copy()), requires_grad=False)
 
     def _pack_heads(self, path: str, attention: nn.Module) -> None:
         """Pack the matrices of the heads of latent attention."""
@@ -162,18 +166,16 @@ class ModulePatcher:
 
     def _pack_matrix(self, stored: StoredTensor, bias: np.ndarray | None, transposed: bool) -> Matrix:
         self._report_progress(stored)
+        kind, shape = stored.kind, stored.shape
+        read: Callable[[int, int], np.ndarray] = stored.read_rows
         if transposed:
             whole = np.ascontiguousarray(stored.float32().T)
-            weight = pack("F32", whole.shape, lambda a, b: whole[a:b].view(np.uint8), self.context.arena)
+            kind, shape, read = "F32", whole.shape, lambda a, b: whole[a:b].view(np.uint8)
         elif self._plain:
-            weight = pack(
-                "F32", stored.shape, lambda a, b: np.ascontiguousarray(stored.read_values(a, b)).view(np.uint8), self.context.arena
-            )
+            kind, read = "F32", lambda a, b: np.ascontiguousarray(stored.read_values(a, b)).view(np.uint8)
         elif stored.kind == "F32" and isinstance(stored, MemoryTensor) and _is_bfloat16(stored):
-            weight = pack("BF16", stored.shape, lambda a, b: _take_upper_halves(stored.read_rows(a, b)), self.context.arena)
-        else:
-            weight = pack(stored.kind, stored.shape, stored.read_rows, self.context.arena)
-        return self.context.register_matrix(weight, bias)
+            kind, read = "BF16", lambda a, b: _take_upper_halves(stored.read_rows(a, b))
+        return self.context.register_matrix(pack(kind, shape, read, self.context.arena, self._threads), bias)
 
     def _report_progress(self, stored: StoredTensor) -> None:
         self._done += stored.n_rows * stored.row_bytes

@@ -8,7 +8,8 @@ module does not know who multiplies with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,11 +61,34 @@ def packed_bytes(kind: str, n_out: int, n_in: int) -> int:
     return -(-n_out // WIDTH) * count_panel_bytes(get_format(kind), -(-n_in // DEPTH))
 
 
-def pack(kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray], arena: Arena) -> PackedWeight:
+class PackingThreads:
+    """Threads that pack one matrix after the other. When the context ends, all are packed; then it raises what a thread raised."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(get_num_threads())
+        self._pending: list[Future[None]] = []
+
+    def start(self, pack_piece: Callable[[tuple[int, int]], None], pieces: Sequence[tuple[int, int]]) -> None:
+        self._pending += [self._pool.submit(pack_piece, piece) for piece in pieces]
+
+    def __enter__(self) -> PackingThreads:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            for piece in self._pending if kind is None else ():
+                piece.result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def pack(
+    kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray], arena: Arena, threads: PackingThreads | None = None
+) -> PackedWeight:
     """Pack a weight of shape [N, K] and GGML's type `kind`; `rows(first, end)` returns its rows, uint8 [end - first, bytes of a row].
 
-    Of a shape [E, N, K] every [N, K] is packed into panels of its own. `rows` is called by several threads at once. Raises MemoryError, and
-    what `rows` raises.
+    Of a shape [E, N, K] every [N, K] is packed into panels of its own. `rows` is called by several threads at once. With `threads` they
+    pack after this has returned. Raises MemoryError, and what `rows` raises.
     """
     *lead, n_out, n_in = shape
     fmt, n_each = get_format(kind), lead[0] if lead else 1
@@ -91,11 +115,8 @@ def pack(kind: str, shape: Sequence[int], rows: Callable[[int, int], np.ndarray]
             _pack_blocks(number, some, panels, n_blocks, weight.super_at, weight.codes_at)
 
     pieces = [(each, first) for each in range(n_each) for first in range(0, n_out, step)]
-    if len(pieces) == 1:
-        pack_piece(pieces[0])
-    else:
-        with ThreadPoolExecutor(get_num_threads()) as pool:
-            list(pool.map(pack_piece, pieces))
+    with nullcontext(threads) if threads else PackingThreads() as started:
+        started.start(pack_piece, pieces)
     return weight
 
 

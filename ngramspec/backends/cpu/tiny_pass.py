@@ -34,6 +34,7 @@ _SIZE = 32  # of hidden states, heads and vocabulary: one quant block
 
 def compile_packing() -> None:
     """Compile the functions that pack weights, or load them from disk."""
+    Arena().reserve_pages(_SIZE)
     for kind, row_bytes in (("Q8_0", 34), ("F32", 4 * _SIZE), ("F16", 2 * _SIZE)):
         packing.pack(kind, (1, _SIZE), partial(_make_rows, row_bytes), Arena())
 

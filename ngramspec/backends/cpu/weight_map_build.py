@@ -35,7 +35,7 @@ from ngramspec.backends.cpu.llama_layers import (
     RecurrentWeights,
 )
 from ngramspec.backends.cpu.matmul import MatmulContext, Matrix
-from ngramspec.backends.cpu.packing import pack
+from ngramspec.backends.cpu.packing import PackingThreads, pack
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.models.expert_weights import append_rows
 from ngramspec.models.tensor_source import StoredTensor, TensorSource, drop_repeats
@@ -57,11 +57,12 @@ def build_decoder(
 
     Raises ModelNotFoundError if a file has become shorter, MemoryError.
     """
-    builder = _Builder(weight_map, source, context, known)
-    builder.get_matrix, builder.get_experts = get_matrix or builder.pack_matrix, get_experts or builder.pack_experts
-    layers, inputs = [builder.make_layer(layer) for layer in weight_map.layers], builder.make_inputs(weight_map.inputs)
-    embedding, head = builder.get_matrix(weight_map.embedding, None), builder.get_matrix(*weight_map.head)
-    outside = OutsideWeights(embedding, builder.read_norm(weight_map.norm), head, inputs)
+    with PackingThreads() as threads:
+        builder = _Builder(weight_map, source, context, known, threads)
+        builder.get_matrix, builder.get_experts = get_matrix or builder.pack_matrix, get_experts or builder.pack_experts
+        layers, inputs = [builder.make_layer(layer) for layer in weight_map.layers], builder.make_inputs(weight_map.inputs)
+        embedding, head = builder.get_matrix(weight_map.embedding, None), builder.get_matrix(*weight_map.head)
+        outside = OutsideWeights(embedding, builder.read_norm(weight_map.norm), head, inputs)
     return LlamaDecoder(
         context, layers, outside, options=weight_map.options, angles=weight_map.compute_angles, query_scales=weight_map.query_scales
     )
@@ -74,9 +75,14 @@ class _Builder:
     get_experts: GetExperts
 
     def __init__(
-        self, weight_map: WeightMap, source: TensorSource, context: MatmulContext, known: Mapping[tuple[str, str | None], Matrix]
+        self,
+        weight_map: WeightMap,
+        source: TensorSource,
+        context: MatmulContext,
+        known: Mapping[tuple[str, str | None], Matrix],
+        threads: PackingThreads,
     ) -> None:
-        self._map, self._source, self._context, self._packed = weight_map, source, context, dict(known)
+        self._map, self._source, self._context, self._packed, self._threads = weight_map, source, context, dict(known), threads
 
     # ------------------------------------------------------------------ weights by their names
 
@@ -98,7 +104,8 @@ class _Builder:
         return np.concatenate([weights, self._read(name_bias(name))]) if has_bias else weights
 
     def _pack(self, stored: StoredTensor, bias: np.ndarray | None) -> Matrix:
-        return self._context.register_matrix(pack(stored.kind, stored.shape, stored.read_rows, self._context.arena), bias)
+        weight = pack(stored.kind, stored.shape, stored.read_rows, self._context.arena, self._threads)
+        return self._context.register_matrix(weight, bias)
 
     def _read(self, name: str) -> np.ndarray:
         return self._source[name].float32()

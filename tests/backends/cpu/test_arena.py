@@ -74,6 +74,18 @@ def test_pages_that_are_reserved_are_there_before_they_are_written() -> None:
     assert not weights.any()
 
 
+def test_what_is_written_while_pages_are_reserved_stays() -> None:
+    for _ in range(20):
+        arena = Arena()
+        arena.reserve_pages(4 * LARGE_PAGE)
+        weights = arena.take(4 * LARGE_PAGE)
+        weights[:: mmap.PAGESIZE] = 7
+        del arena  # the thread that reserves them may still be at work
+        time.sleep(0.002)
+        assert (weights[:: mmap.PAGESIZE] == 7).all()
+        assert weights.sum(dtype=np.int64) == 7 * -(-len(weights) // mmap.PAGESIZE)
+
+
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux describes its mappings")
 def test_memory_for_keys_is_taken_as_it_is_written() -> None:
     def read_pages() -> tuple[int, int]:  # in KiB, of a mapping that may hold others' memory, too

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from weights import EVERY, packed, random_weight, read_panels, reference_values, rows_of_kind
@@ -98,6 +100,27 @@ def test_parts_of_a_panel_begin_with_a_line(fmt: QuantFormat | PlainFormat) -> N
         if isinstance(fmt, QuantFormat):
             assert 0 < n_blocks * fmt.scale_bytes <= fmt.super_at(n_blocks) <= fmt.codes_at(n_blocks) < count_panel_bytes(fmt, n_blocks)
             assert fmt.super_at(n_blocks) % LINE == fmt.codes_at(n_blocks) % LINE == 0
+
+
+def take_rows(rows: np.ndarray, first: int, end: int) -> np.ndarray:
+    return rows[first:end]
+
+
+def test_threads_pack_several_weights_after_another_and_report_what_fails() -> None:
+    kinds = ["Q4_K", "F16", "Q8_0"]
+    rows = {kind: rows_of_kind(kind, 64, 256, seed=i) for i, kind in enumerate(kinds)}
+    with packing.PackingThreads() as threads:
+        weights = [packing.pack(kind, (64, 256), partial(take_rows, rows[kind]), Arena(), threads) for kind in kinds]
+    for kind, weight in zip(kinds, weights, strict=True):
+        assert np.array_equal(weight.data, packed(kind, rows[kind]).data)
+
+    def read_until_the_file_ends(first: int, end: int) -> np.ndarray:
+        if end > 1:
+            raise OSError("the file ends")
+        return rows["F16"][first:end]
+
+    with pytest.raises(OSError, match="the file ends"), packing.PackingThreads() as threads:
+        packing.pack("F16", (64, 256), read_until_the_file_ends, Arena(), threads)
 
 
 def test_an_unknown_format() -> None:

@@ -73,6 +73,18 @@ def atomic_load(typing_context, array, part, number):
 
 
 @intrinsic
+def or_byte(typing_context, address, bits):
+    """Set these bits of the byte at an address atomically. With none the byte stays as it is, and yet its page has been written to."""
+
+    def codegen(context, builder, signature, args):
+        byte = ir.IntType(8)
+        builder.atomic_rmw("or", builder.inttoptr(args[0], byte.as_pointer()), builder.trunc(args[1], byte), "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def pause(typing_context):
     """Tell the processor that this is a waiting loop."""
 
