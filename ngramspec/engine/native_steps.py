@@ -11,7 +11,6 @@ in by the backend (`backends.base.NativeForward`). Knows neither devices nor the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Several
 from typing import Any, NamedTuple
 
 import numba
@@ -88,17 +87,21 @@ class NativeSteps:
         self._fits = speculator.spec_length < MAX_NEW_TOKENS
         self._state: LoopState | None = None  # takes half a millisecond to make, so it is used again
 
-    def can_run(self, rows: Several[ScheduledRows], rule: Acceptance) -> bool:
-        """Return whether no sequence of these rows needs Python between their pass and the next one."""
-        alone = self._fits and rule.matches_by_pass and all(map(_runs_natively, rows))
-        return alone and all(map(rule.samples_on_device, [each.seq for each in rows]))
-
-    def run(self, seqs: list[Sequence], timing: StepTimer, max_rows: int, interrupt: np.ndarray) -> NativeResult | None:
+    def run(
+        self, rows: list[ScheduledRows], rule: Acceptance, timing: StepTimer, max_rows: int, interrupt: np.ndarray
+    ) -> NativeResult | None:
         """Make as many steps as the time and the drafts allow, until interrupt [1] int64 is not 0.
 
-        None, with nothing done: a step in Python must be made. Raises MemoryError before the first step.
+        None, with nothing done: a step in Python must be made, since a sequence needs Python between its pass and the next one, or the
+        runner or the speculator does. Raises MemoryError before the first step.
         """
-        slots, drafting = [seq.slot for seq in seqs if seq.speculation], None
+        if not (self._fits and rule.matches_by_pass and all(map(_runs_natively, rows))):
+            return None
+        seqs, drafting = [each.seq for each in rows], None
+        slots, speculates = (
+            [seq.slot for seq in seqs if seq.speculation],
+            any(seq.n_tokens + 1 < seq.limit for seq in seqs if seq.speculation),
+        )
         forward = self._runner.native_forward()
         if forward is None:
             return None
@@ -106,32 +109,22 @@ class NativeSteps:
             drafting = self._speculator.prepare_native(np.array(slots, np.int32), MAX_NEW_TOKENS)
             if drafting is None:
                 return None
-        speculates = any(seq.max_depth > 0 for seq in seqs)
         budget = self._plan(seqs, drafting, timing, max_rows, speculates=speculates)
-        self._reserve(seqs)
+        n_rows, pool, n_nodes = len(seqs) + budget.max_nodes, self._runner.pool, self._speculator.spec_rows + BLOCK
+        forward.reserve(n_rows, max(seq.n_tokens for seq in seqs) + MAX_NEW_TOKENS + n_rows)
+        for seq in seqs:  # KV positions for the trees to come, as far as the pool has them; that of each last token is there
+            pool.reserve_after(seq.slot, seq.n_tokens, min(n_nodes, pool.max_blocks * BLOCK - seq.n_tokens))
         stats, stats_rows = self._observers.stats.get_table(seqs)
-        (table, stops), draws = make_table(seqs, stats_rows), _list_draws(seqs)
-        n_rows = len(seqs) + budget.max_nodes
-        forward.reserve(n_rows, int(table["n_tokens"].max()) + MAX_NEW_TOKENS + n_rows)
-        tokens, sources, records = self._begin_call(forward, table, stops, draws, drafting, budget, stats)
-        result = NativeResult(table, tokens, sources, _run_steps(self._state, forward, records, interrupt))
+        draws, (table, stops) = _list_draws(seqs), make_table(seqs, stats_rows)
+        given = _list_members(pool, forward, table, stops, drafting or get_idle_drafting(), budget)
+        if self._state is None:
+            self._state = _make_state(given, draws, stats)
+            _find_functions(self._state, forward.inputs, given[1])
+        result = _run_steps(self._state, forward, given, draws, stats, budget.n_steps, interrupt)
         timing.record_steps(result.records, len(seqs), speculates=speculates)
         for seq, fields in zip(seqs, table[["drafting_paused", "cooldown", "last_cooldown", "n_computed"]].tolist(), strict=True):
             seq.drafting_paused, seq.cooldown, seq.last_cooldown, seq.n_computed = fields
         return result
-
-    def append(self, b: int, seq: Sequence, result: NativeResult) -> np.ndarray:
-        """Append to sequence b what it got -> the tokens [n] int32. Raises what its text raises, and NotFiniteError."""
-        n = int(result.table["n_new"][b])
-        tokens = result.tokens[b, :n]
-        seq.append_all(tokens, int(result.table["state"][b]))
-        self._observers.record_sources(seq, result.sources[b, :n])
-        return tokens
-
-    def finish(self, result: NativeResult, going_on: list[tuple[Sequence, np.ndarray]]) -> None:
-        """Tell the speculator which sequences go on, after which tokens."""
-        slots = np.array([seq.slot for seq, _ in going_on], np.int32)
-        self._speculator.observe_native_steps(len(result.records), slots, [tokens for _, tokens in going_on])
 
     def _plan(
         self, seqs: list[Sequence], drafting: NativeDrafting | None, timing: StepTimer, max_rows: int, *, speculates: bool
@@ -142,24 +135,6 @@ class NativeSteps:
             n_steps = 1 if plain else min(n_steps, drafting.n_steps, timing.n_alike_steps)
         plan = timing.plan(n, n, keys, 0, drafts=speculates and not plain)
         return StepBudget(n_steps, plan.cost_ms, plan.threshold, max(min(timing.cost.max_rows, max_rows) - n, 0), plain)
-
-    def _reserve(self, seqs: list[Sequence]) -> None:
-        """Reserve KV positions for the trees to come, as far as the pool has them. That of each last token is there."""
-        pool, n_nodes = self._runner.pool, self._speculator.spec_rows + BLOCK
-        for seq in seqs:
-            pool.reserve_after(seq.slot, seq.n_tokens, min(n_nodes, pool.max_blocks * BLOCK - seq.n_tokens))
-
-    def _begin_call(
-        self, forward: NativeForward, table: np.ndarray, stops: np.ndarray, draws: tuple[np.ndarray, ...], drafting: NativeDrafting | None,
-        budget: StepBudget, stats: StatsTable,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-        """Set up the loop's state -> the arrays of tokens, sources and records that it fills."""
-        given = _list_members(self._runner.pool, forward, table, stops, drafting or get_idle_drafting(), budget)
-        if self._state is None:
-            self._state = _make_state(given, draws, stats)
-            _find_functions(self._state, forward.inputs, given[1])
-        set_stats(self._state, *stats)
-        return begin_call(self._state, *given[:2], given[2:], draws, budget.n_steps)
 
 
 def compile_steps(forward: NativeForward, pool: BlockTables) -> None:
@@ -241,14 +216,16 @@ def make_table(seqs: list[Sequence], stats_rows: list[int]) -> tuple[np.ndarray,
 
 
 def _runs_natively(rows: ScheduledRows) -> bool:
+    """Return whether a sequence's tokens need only a logits row, the seed and the position, and only they end it."""
     seq = rows.seq
-    return rows.n_rows == 1 and seq.runs_natively and rows.samples and not seq.lacks_prompt_logprobs
+    needs_text = seq.params.stop or seq.lacks_prompt_logprobs
+    return rows.n_rows == 1 and rows.samples and seq.sampler.on_device and seq.samples_on_device and not needs_text
 
 
 def _list_draws(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:
     """Return how the sequences above temperature 0 draw, as `DrawParams` has it."""
     drawn = [seq for seq in seqs if not seq.sampler.greedy]
-    return tuple(make_draw_params([seq.sampler for seq in drawn], [seq.n_output for seq in drawn])) if drawn else _NO_DRAWS
+    return tuple(make_draw_params([seq.sampler for seq in drawn], [seq.n_tokens - seq.n_prompt for seq in drawn])) if drawn else _NO_DRAWS
 
 
 def _list_members(
@@ -263,8 +240,13 @@ def _list_members(
     )  # fmt: skip
 
 
-def _run_steps(state: Any, forward: NativeForward, records: np.ndarray, interrupt: np.ndarray) -> np.ndarray:
-    """Make the steps -> their records [steps]."""
+def _run_steps(
+    state: Any, forward: NativeForward, given: tuple[Any, ...], draws: tuple[np.ndarray, ...], stats: StatsTable, n_steps: int,
+    interrupt: np.ndarray,
+) -> NativeResult:  # fmt: skip
+    """Set up the loop's state with what `_list_members` has listed, and make up to `n_steps` steps."""
+    set_stats(state, *stats)
+    tokens, sources, records = begin_call(state, *given[:2], given[2:], draws, n_steps)
     inputs, clock = forward.inputs, time.perf_counter
     began, times = clock(), list[float]()
     prepare_pass(state, inputs)
@@ -281,7 +263,7 @@ def _run_steps(state: Any, forward: NativeForward, records: np.ndarray, interrup
     times.append(clock())
     records["forward_ms"] = 1e3 * np.diff(times[:-1])[::2]
     records["step_ms"] = 1e3 * np.diff([began, *times[1:-3:2], times[-1]])
-    return records
+    return NativeResult(given[0], tokens, sources, records)
 
 
 _IDS, _INTS, _FLOATS = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.float32)

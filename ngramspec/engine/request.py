@@ -183,9 +183,6 @@ class Request:
 
     def emit(self, seq: Sequence) -> bool:
         """Deliver the sequence's new tokens, if anybody waits for them -> whether they end the request. Raises what its text raises."""
-        if not self._streams and self._begun and not seq.finished and seq.n_unsent < DETOKENIZED_AT_ONCE:
-            return False
-        delta = seq.make_delta()
         completion, now = self.completion, time.perf_counter() - self._started
         if not self._begun:
             self._begun = True
@@ -193,9 +190,12 @@ class Request:
             completion.cached_tokens = self.seqs[0].n_cached
         if not completion.ttft_s and seq.choice.token_ids:
             completion.ttft_s = now
+        if not self._streams and not seq.finished and seq.n_unsent < DETOKENIZED_AT_ONCE:
+            return False
+        delta = seq.make_delta()
         self._n_unfinished -= seq.finished
         if self._n_unfinished == 0:
-            completion.duration_s = now
+            completion.duration_s = time.perf_counter() - self._started
             delta.completion = completion
             for each in self._on_end:
                 each(completion.choices[0])

@@ -48,6 +48,8 @@ class Scheduler:
         """Whether drafters that keep KV of their own have room for new sequences of these lengths."""
         self.admits = True
         """Whether new sequences may join those that run: not until a pass fits into memory again."""
+        self.has_work = False
+        """Whether a sequence waits or runs."""
         self.n_preempted = 0
         self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
         """Tokens looked up in the prefix cache; tokens found there; tokens found there for new sequences."""
@@ -59,20 +61,15 @@ class Scheduler:
         self.max_rows = min(self.max_rows, max(n_rows // 2, len(self.running)))
         return True
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
+        self.has_work = True
 
     def remove(self, seq: Sequence) -> int:
         """Remove a sequence that has ended or is cancelled and free its blocks. Returns the slot it had, or -1."""
-        if seq.slot < 0:
-            self.waiting.remove(seq)
-            return -1
-        self.running.remove(seq)
-        return self._release(seq)
+        (self.waiting if seq.slot < 0 else self.running).remove(seq)
+        self.has_work = bool(self.waiting or self.running)
+        return -1 if seq.slot < 0 else self._release(seq)
 
     def _release(self, seq: Sequence) -> int:
         slot, seq.slot, seq.n_computed = seq.slot, -1, 0
@@ -97,8 +94,12 @@ class Scheduler:
         """
         preempted: list[int] = []
         work: list[ScheduledRows] = []
+        prompts: list[Sequence] = []
         for seq in list(self.running):
-            if seq.slot < 0 or seq.n_tokens - seq.n_computed > 1:
+            if seq.slot < 0:
+                continue
+            if seq.n_tokens - seq.n_computed > 1:
+                prompts.append(seq)
                 continue
             while not self.tables.reserve(seq.slot, seq.n_tokens):
                 youngest = self.running[-1]
@@ -108,7 +109,6 @@ class Scheduler:
                     break
             if seq.slot >= 0:
                 work.append(ScheduledRows(seq, 1, samples=True))
-        prompts = [seq for seq in self.running if seq.n_tokens - seq.n_computed > 1]
         if not (prompts or self.waiting):
             return work, [], preempted
         left = (self.max_rows if cost is None or not work else min(self.max_rows, _limit_rows(cost, work))) - len(work)

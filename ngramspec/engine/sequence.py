@@ -68,6 +68,8 @@ class Sequence:
     """No draft is looked for in this pass: the sequence is unpredictable, and looking costs time."""
     streams = False
     """Somebody waits for the delta of each step."""
+    samples_on_device = False
+    """Its tokens are its sampler's own (`Acceptance.samples_on_device`)."""
     cooldown = last_cooldown = 0
     """Passes for which no draft will be made, and the length of the last such pause."""
 
@@ -107,11 +109,6 @@ class Sequence:
     def tokens(self) -> np.ndarray:
         """[n_tokens] int32: prompt and output so far."""
         return self.buffer[: self.n_tokens]
-
-    @property
-    def runs_natively(self) -> bool:
-        """Whether its tokens need only a logits row, the seed and the position, and only they end it: it can run in native steps."""
-        return self.sampler.on_device and not self.params.stop
 
     @property
     def n_output(self) -> int:
@@ -154,7 +151,7 @@ class Sequence:
         return len(tokens)
 
     def append_all(self, tokens: np.ndarray, state: int) -> None:
-        """Append tokens [n] int32 to a sequence that `runs_natively`; native steps have found it in this `state` after the last one.
+        """Append tokens [n] int32 of native steps, which have found the sequence in this `state` after the last one.
 
         Raises NotFiniteError or InvalidInputError if the last token is -1: none could be picked.
         """
@@ -222,7 +219,8 @@ class Sequence:
         if self.finished and not self._closed:
             self._closed = True
             choice.texts.extend([""] * self._n_wordless)
-            self._add_text(self.text.finish())
+            if rest := self.text.finish():
+                self._add_text(rest)
             if self._n_wordless and self.params.include_stop_str_in_output:
                 self._add_text(self.stop_tokens.get(choice.token_ids[-1], ""))
 
@@ -246,5 +244,5 @@ class Sequence:
     def _add_text(self, piece: str) -> None:
         self.choice.text += piece
         self._new_text += piece
-        if piece and self.choice.texts:
+        if self.choice.texts:
             self.choice.texts[-1] += piece

@@ -28,7 +28,6 @@ from ngramspec.outputs import BLOCK, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.verify import Match
 from ngramspec.speculative.base import DraftParams, SequenceInfo, Speculator, make_pass_topk
-from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import StepPlan, StepTimer
 
@@ -86,7 +85,7 @@ class Core:
 
         Raises what its drafters raise at `bind`, and UnsupportedModelError if they need hidden states that the runner does not provide.
         """
-        self.runner.keep_states(speculator.needs_hidden_states)  # raises if the runner cannot
+        self.runner.keep_states(speculator.reads_hidden_states)  # raises if the runner cannot
         self.runner.keep_states(False)
         self._keeps_states = False
         self.runner.keep_candidates(speculator.needs_topk)
@@ -98,7 +97,8 @@ class Core:
 
     def _keep_states(self) -> None:
         """Have the next pass leave its hidden states if a drafter needs them."""
-        wanted = self._has_drafts and self.speculator.needs_hidden_states and not self.lacks_code
+        speculator = self.speculator
+        wanted = self._has_drafts and not self.lacks_code and speculator.reads_hidden_states and speculator.needs_hidden_states
         if wanted != self._keeps_states:
             self.runner.keep_states(wanted)
             self._keeps_states = wanted
@@ -160,6 +160,7 @@ class Core:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         seq.speculation = seq.speculation and self.speculator.active
+        seq.samples_on_device = self.acceptance.samples_on_device(seq)
         self.scheduler.add(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -178,10 +179,6 @@ class Core:
         `meanwhile` is called while the pass is under way, or if there is none. Several steps are made only while `interrupt` [1] int64 is
         0; None: one step.
         """
-        if not self.lacks_code:  # passes beside a compiler take longer, and what learns from them is being compiled
-            self.timing.start_step()
-        if self.prefixes is not None:
-            self.prefixes.note_work()
         rows = self._schedule()
         if not rows:
             meanwhile()
@@ -189,15 +186,14 @@ class Core:
         self._has_drafts = any(each.seq.speculation for each in rows)
         self._keep_states()
         changed = None
-        if interrupt is not None and not self.lacks_code and not self._keeps_states and self.native_steps.can_run(rows, self.acceptance):
-            changed = self._step_natively([each.seq for each in rows], interrupt)
+        if interrupt is not None and not self.lacks_code and not self._keeps_states:
+            changed = self._step_natively(rows, interrupt)
         if changed is None:
             changed = self._step_with_hooks(rows, meanwhile)
         else:
             meanwhile()
         if not self.scheduler.has_work:  # the time until the next step is not this one's
-            self.timing.finish_step()
-            self.timing.flush()
+            self.timing.finish_step(is_last=True)
         return changed
 
     def _step_with_hooks(self, rows: list[ScheduledRows], meanwhile: Callable[[], None]) -> list[Sequence]:
@@ -213,15 +209,12 @@ class Core:
             log.warning("out of memory in a pass of %d rows; from now on they have half as many: %s", len(batch.input_ids), e)
             return []
         self.scheduler.admits = True
-        accepted = self._accept(rows, batch, output)
-        changed = self._commit(accepted, batch, output)
-        self.timing.add_tokens(sum(len(each.tokens) for each in accepted))
-        return changed
+        return self._commit(self._accept(rows, batch, output), batch, output)
 
-    def _step_natively(self, seqs: list[Sequence], interrupt: np.ndarray) -> list[Sequence] | None:
+    def _step_natively(self, rows: list[ScheduledRows], interrupt: np.ndarray) -> list[Sequence] | None:
         """Make several steps in one call; None, with nothing done, if a single one in Python must be made."""
         try:
-            result = self.native_steps.run(seqs, self.timing, self._max_rows, interrupt)
+            result = self.native_steps.run(rows, self.acceptance, self.timing, self._max_rows, interrupt)
         except MemoryError:  # a single step finds out how many rows fit
             return None
         if result is None:
@@ -229,11 +222,14 @@ class Core:
         self.scheduler.admits = True
         self.n_passes += len(result.records)
         appended = list[tuple[Sequence, np.ndarray]]()
-        for b, seq in enumerate(seqs):
+        ends = result.table[["n_new", "state"]].tolist()
+        for b, (seq, (n, state)) in enumerate(zip([each.seq for each in rows], ends, strict=True)):
             if seq.slot < 0:  # another sequence of its request has failed
                 continue
             try:
-                appended.append((seq, self.native_steps.append(b, seq, result)))
+                seq.append_all(result.tokens[b, :n], state)
+                self._observers.record_sources(seq, result.sources[b, :n])
+                appended.append((seq, result.tokens[b, :n]))
             except Exception as e:
                 self._fail(seq, e)
         changed = [seq for seq, _ in appended if seq.slot >= 0]
@@ -242,7 +238,9 @@ class Core:
                 self._finish(seq)
             else:
                 self.runner.pool.truncate_to(seq.slot, seq.n_computed)
-        self.native_steps.finish(result, [each for each in appended if each[0].slot >= 0 and each[0].speculation])
+        going_on = [(seq.slot, tokens) for seq, tokens in appended if seq.slot >= 0 and seq.speculation]
+        slots = np.array([slot for slot, _ in going_on], np.int32)
+        self.speculator.observe_native_steps(len(result.records), slots, [tokens for _, tokens in going_on])
         return changed
 
     def _halve_rows(self, rows: list[ScheduledRows], n_rows: int) -> bool:
@@ -257,8 +255,12 @@ class Core:
         return True
 
     def _schedule(self) -> list[ScheduledRows]:
-        """Schedule the step and notify the speculator of admitted and preempted sequences."""
-        rows, admitted, preempted = self.scheduler.schedule(self.prefixes, self.cost)
+        """Begin a step: schedule it, and notify the speculator of admitted and preempted sequences."""
+        if not self.lacks_code:  # passes beside a compiler take longer, and what learns from them is being compiled
+            self.timing.start_step()
+        if self.prefixes is not None:
+            self.prefixes.note_work()
+        rows, admitted, preempted = self.scheduler.schedule(self.prefixes, self.timing.cost)
         for slot in preempted:
             self.speculator.end(slot)
         for seq in admitted:
@@ -271,7 +273,7 @@ class Core:
             banned=tuple(token for token, bias in seq.params.logit_bias.items() if bias <= -100),
             stops=tuple(seq.stop_ids),
             prediction=seq.prediction,
-            n_output=seq.n_output,
+            n_output=seq.n_tokens - seq.n_prompt,
             tenant=seq.tenant,
             datastores=seq.datastores,
             temperature=seq.params.temperature,
@@ -290,15 +292,15 @@ class Core:
         if not self._speculates:
             return
         slots, depths = np.array([seq.slot for seq in seqs], np.int32), depths[depths > 0]
+        base, keys = sum(each.n_rows for each in rows), sum(each.seq.n_tokens for each in rows)
         plain = self.timing.should_probe()
         for b, seq in enumerate(seqs):
-            seq.drafting_paused = plain or (seq.sampler.constraint is None and self._cools_down(seq))
+            seq.drafting_paused = plain or (seq.sampler.constraint is None and self.speculator.cools_down(seq))
             depths[b] *= not seq.drafting_paused
         self._n_drafting = int(np.count_nonzero(depths))
         if not self._n_drafting:
             return
-        base = sum(each.n_rows for each in rows)
-        plan = self.timing.plan(base, len(sampling), sum(each.seq.n_tokens for each in rows), self._n_drafting)
+        plan = self.timing.plan(base, len(sampling), keys, self._n_drafting)
         most = max(min(self.timing.cost.max_rows, self._max_rows) - base, 0)
         trees = self.speculator.propose(slots, depths, plan.cost_ms, base, most, plan.threshold)
         pool, room = self.runner.pool, most - sum(map(len, trees))
@@ -324,26 +326,20 @@ class Core:
             least=least,
         )
 
-    def _cools_down(self, seq: Sequence) -> bool:
-        """Count down or begin the sequence's cooldown; return whether it has no draft in this pass, because it was unpredictable."""
-        seq.cooldown, seq.last_cooldown, pauses = update_cooldown(
-            seq.cooldown, seq.last_cooldown, seq.cooldown > 0 or self.speculator.is_unpredictable(seq.slot)
-        )
-        return pauses
-
     def _pack(self, rows: list[ScheduledRows]) -> Batch:
         return pack([self._make_span(each) for each in rows], self.runner.pool, self.runner.rows_per_item)
 
     def _make_span(self, rows: ScheduledRows) -> Span:
         seq, first, samples = rows.seq, rows.seq.n_computed, rows.samples
         logits = rows.n_rows if seq.lacks_prompt_logprobs else int(samples)
-        sampler = seq.sampler if samples and self.acceptance.samples_on_device(seq) else None
+        sampler = seq.sampler if samples and seq.samples_on_device else None
         return Span(seq.slot, seq.buffer[first : first + rows.n_rows], first, seq.tree, logits, sampler, seq.n_prompt, samples)
 
     def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> Output:
         """Compute the pass."""
         n_rows, known = len(batch.input_ids), sum(len(span.tokens) for span in batch.spans)
         sampling, has_prompt = [span for span in batch.spans if span.samples], known > len(batch.spans)
+        self._keep_states()  # again: a drafter that was not asked for a while may be from this step on
         self.timing.set_load(
             n_rows,
             nodes=n_rows - known,
@@ -354,7 +350,6 @@ class Core:
             n_beside=sum(len(span.tokens) == 1 for span in sampling) if has_prompt else 0,
             speculates=self._speculates,
         )
-        self._keep_states()  # again: a drafter that was not asked for a while may be from this step on
         output = self.runner.forward(batch)
         self.n_passes += 1
         meanwhile()
@@ -374,7 +369,8 @@ class Core:
                 if not span.samples:
                     tokens = path = _NO_TOKENS
                 elif match is not None and self.acceptance.matches_by_pass:
-                    n = seq.extend(match[0], _score_tokens(output, span, match, seq.params.logprobs))
+                    wanted = seq.params.logprobs
+                    n = seq.extend(match[0], None if wanted is None else _score_tokens(output, span, match, wanted))
                     tokens, path = match[0][:n], match[1][:n]
                 else:
                     tokens, path = self.acceptance.accept(seq, output, span)
@@ -386,8 +382,10 @@ class Core:
 
     def _commit(self, accepted: list[Accepted], batch: Batch, output: Output) -> list[Sequence]:
         """Keep the accepted paths' keys and values and drop the rest; count the pass and let the speculator learn from it."""
+        n_tokens = sum(len(each.tokens) for each in accepted)
         accepted = [each for each in accepted if each.seq.slot >= 0]
         self._commit_kv(accepted, output)
+        self.timing.add_tokens(n_tokens)
         self._observers.record_pass(accepted, batch)
         changed, going_on = list[Sequence](), list[Accepted]()
         heard: list[tuple[int, int, int]] = []
@@ -434,17 +432,15 @@ class Core:
     def _finish(self, seq: Sequence) -> None:
         self.remove(seq)
         if seq.speculation and seq.tenant is not None and not self.lacks_code:
-            self.speculator.remember(seq.tokens[seq.n_prompt :], seq.tenant)
+            self.speculator.remember(seq.buffer[seq.n_prompt : seq.n_tokens], seq.tenant)
 
     def _fail(self, seq: Sequence, error: Exception) -> None:
         self.remove(seq)
         self.on_error(seq, error)
 
 
-def _score_tokens(output: Output, span: Span, match: Match, n: int | None) -> list[TokenLogprob] | None:
-    """Return the log-probabilities of a match's tokens; None if they are not wanted."""
-    if n is None:
-        return None
+def _score_tokens(output: Output, span: Span, match: Match, n: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of a match's tokens, each with the `n` most likely ones."""
     return output.get_logprobs(span.root_logits + np.concatenate([[0], 1 + match[1]]), n)
 
 

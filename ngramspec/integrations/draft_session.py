@@ -19,7 +19,6 @@ from ngramspec.errors import InvalidInputError
 from ngramspec.integrations.host_step_timer import HostStepTimer
 from ngramspec.outputs import DraftTree, Stats
 from ngramspec.speculative.base import NO_TREE, DraftOptions, DraftParams
-from ngramspec.speculative.budget.backoff import update_cooldown
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.draft_stats import CountedPass, DraftStats
 from ngramspec.speculative.proposer import TreeProposer, warmup
@@ -319,7 +318,7 @@ class Guest:
         asked = [
             (i, text, min(int(deepest), self.depth))
             for i, (text, deepest) in enumerate(zip(texts, room, strict=True))
-            if text is not None and deepest > 0 and not plain and not self._cools_down(text)
+            if text is not None and deepest > 0 and not plain and not self._drafts.cools_down(text)
         ]
         for text in known:
             text.tree = None
@@ -338,13 +337,6 @@ class Guest:
                 text.drafted = tree.tokens.tolist()
                 self._nodes += len(tree)
         return trees
-
-    def _cools_down(self, text: _HostSequence) -> bool:
-        """Return whether no draft is looked for in this step, since the text has been unpredictable."""
-        text.cooldown, text.last_cooldown, pauses = update_cooldown(
-            text.cooldown, text.last_cooldown, text.cooldown > 0 or self._drafts.is_unpredictable(text.slot)
-        )
-        return pauses
 
     def _check_ids(self, tokens: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
         """Return checked token ids [n] int32. Raises InvalidInputError."""

@@ -160,6 +160,16 @@ def iterate_topk(seen: PassTopK | None) -> Iterator[tuple[int, int, np.ndarray]]
                 yield slot, n, seen.tokens[first : first + n]
 
 
+class CoolingSequence(Protocol):
+    """A sequence, as far as `Speculator.cools_down` knows it."""
+
+    slot: int
+    cooldown: int
+    """Passes for which no draft will be made."""
+    last_cooldown: int
+    """The length of the last such pause."""
+
+
 class NativeDrafting(NamedTuple):
     """What compiled code drafts with by itself, without `Speculator.propose` and `observe`."""
 
@@ -192,9 +202,12 @@ class Speculator:
     needs_topk = False
     """Whether `observe` needs the model's top-k."""
 
+    reads_hidden_states = False
+    """Whether `on_hidden_states` is ever to be called."""
+
     @property
     def needs_hidden_states(self) -> bool:
-        """Whether `on_hidden_states` is to be called after the next pass."""
+        """Whether `on_hidden_states` is to be called after the next pass; asked only if it `reads_hidden_states`."""
         return False
 
     def bind(self, runner: Any) -> None:
@@ -207,8 +220,9 @@ class Speculator:
     def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:
         """Start a sequence, or resume it after preemption, with these committed tokens [n] int32."""
 
-    def is_unpredictable(self, slot: int) -> bool:
-        """Return whether so few of a sequence's latest tokens were predicted that it need not be drafted for in every pass."""
+    def cools_down(self, seq: CoolingSequence) -> bool:
+        """Count down or begin a sequence's cooldown; return whether it has no draft in this pass, since few of its latest tokens were
+        predicted."""
         return False
 
     def propose(

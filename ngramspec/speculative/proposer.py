@@ -28,6 +28,7 @@ from ngramspec.speculative.base import (
     DRAFT_DEFAULTS,
     NO_TREE,
     Candidates,
+    CoolingSequence,
     Drafter,
     DraftOptions,
     DraftParams,
@@ -43,7 +44,14 @@ from ngramspec.speculative.base import (
     is_sound,
     iterate_topk,
 )
-from ngramspec.speculative.budget.backoff import MAX_TIME_SHARE, OWN_TIME_SHARE, DatastoreSchedule, DrafterBackoff, is_unpredictable
+from ngramspec.speculative.budget.backoff import (
+    MAX_TIME_SHARE,
+    OWN_TIME_SHARE,
+    DatastoreSchedule,
+    DrafterBackoff,
+    is_unpredictable,
+    update_cooldown,
+)
 from ngramspec.speculative.calibration import list_reliability, new_calibration
 from ngramspec.speculative.datastore_drafter import MAX_STORES, Drafts, SuffixDrafter
 from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
@@ -109,6 +117,7 @@ class TreeProposer(Speculator):
         self._state_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsHiddenStates)]
         self.needs_topk = self._recycled_here or bool(self._topk_readers)
         """Whether `observe` needs the target's top-k."""
+        self.reads_hidden_states = bool(self._state_readers)
         self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
         self._recycled = features.new_recycled(self.vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
         self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
@@ -220,11 +229,11 @@ class TreeProposer(Speculator):
         for d in self._topk_readers:
             for slot, n, likely in iterate_topk(seen):
                 self._call_drafter(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).take_first(n - 1), likely)
-        verified = *concatenate_ragged(accepted), *concatenate_ragged(paths)
+        draft_state, verified = self._draft_state, (*concatenate_ragged(accepted), *concatenate_ragged(paths))
         new_start, new, path_start, path = verified
         b = 0
         while True:
-            b = tree_builder.update(self._draft_state, slots, b, verified, self.history, self._n_external, rows)
+            b = tree_builder.update(draft_state, slots, b, verified, self.history, self._n_external, rows)
             if b == len(slots):
                 break
             self._own.enlarge_buffer(int(slots[b]), int(new_start[b + 1] - new_start[b]), self._contexts)
@@ -252,8 +261,10 @@ class TreeProposer(Speculator):
         if dropped:
             self._states[self._states[:, ngram_table.OUTPUT_CACHE_ROW] == dropped, ngram_table.OUTPUT_CACHE_ROW] = 0
 
-    def is_unpredictable(self, slot: int) -> bool:
-        return is_unpredictable(int(self._states[slot, ngram_table.HIT_HISTORY]))
+    def cools_down(self, seq: CoolingSequence) -> bool:
+        unpredictable = seq.cooldown > 0 or is_unpredictable(int(self._states[seq.slot, ngram_table.HIT_HISTORY]))
+        seq.cooldown, seq.last_cooldown, pauses = update_cooldown(seq.cooldown, seq.last_cooldown, unpredictable)
+        return pauses
 
     def prepare_native(self, slots: np.ndarray, n_tokens: int) -> NativeDrafting | None:
         active = [d for d, drafter in enumerate(self.drafters) if drafter is not None]
@@ -263,9 +274,10 @@ class TreeProposer(Speculator):
         n_steps = min([n_steps, *(self._backoffs[d].n_pauses - 1 for d in active)])  # the last pause's pass leaves hidden states
         if n_steps < 1:
             return None
+        draft_state = self._draft_state
         while (b := tree_builder.find_full_table(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
             self._own.enlarge_buffer(int(slots[b]), n_tokens, self._contexts)
-        return NativeDrafting(self._draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
+        return NativeDrafting(draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
 
     def observe_native_steps(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         if self.datastore is not None:

@@ -47,7 +47,7 @@ class SingleDrafter(Speculator):
         self.vocab_size, self.spec_length, self.spec_rows = vocab_size, spec_length, spec_rows
         self.drafter: Drafter | None = drafter
         self.source_names = [drafter.name]
-        self.needs_topk = isinstance(drafter, NeedsTopK)
+        self.needs_topk, self.reads_hidden_states = isinstance(drafter, NeedsTopK), isinstance(drafter, NeedsHiddenStates)
         self._trees: dict[int, DraftTree] = {}
         self._begun: set[int] = set()
         if isinstance(drafter, CanDraw):

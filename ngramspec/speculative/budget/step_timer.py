@@ -109,15 +109,14 @@ class StepTimer:
         """Add tokens that the step has made."""
         self._n_tokens += n_tokens
 
-    def finish_step(self) -> None:
-        """End the step, if one is under way."""
-        if self._started is None:
-            return
-        ms = (self._clock() - self._started) * 1e3
-        self._started = None
-        if self._load.rows and self._load.n_seqs:
-            self._record_step(ms)
-        if len(self._finished) >= FLUSH_STEPS or self._pending_ms >= FLUSH_MS:
+    def finish_step(self, *, is_last: bool = False) -> None:
+        """End the step, if one is under way. If it `is_last`, nothing runs any more, so the time until the next one belongs to none."""
+        if self._started is not None:
+            ms = (self._clock() - self._started) * 1e3
+            self._started = None
+            if self._load.rows and self._load.n_seqs:
+                self._record_step(ms)
+        if is_last or len(self._finished) >= FLUSH_STEPS or self._pending_ms >= FLUSH_MS:
             self.flush()
 
     def _record_step(self, ms: float) -> None:
