@@ -167,7 +167,7 @@ class Option:
 
     def check(self, value: object) -> None:
         """Raises InvalidInputError."""
-        if not self.kind.is_valid(value):
+        if value is not self.default and not self.kind.is_valid(value):
             raise InvalidInputError(f"{self.name} must be {self.kind.accepted}, got {value!r}")
 
 

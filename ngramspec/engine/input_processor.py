@@ -95,7 +95,6 @@ class InputProcessor:
                 expected = params.healed + expected
             prediction = self._encoding.match_line_ends(ids, self._encoding.encode(expected, "prediction", add_special_tokens=False))
         bad_words = [ids for word in params.bad_words for ids in self._list_spellings(word)]
-        block_hashes = BlockHashes(tenant or "", ids) if self.shares_prefix(hints) else None
         constraint = self._make_constraint(params, tenant)
         special = self._encoding.special_tokens
         stop_tokens = {special[text]: text for text in params.stop if text in special}
@@ -108,9 +107,15 @@ class InputProcessor:
             tenant=tenant,
             datastores=None if chosen is None else frozenset(chosen),
         )
+        block_hashes = BlockHashes(tenant or "", ids) if self.shares_prefix(hints) else None
         special_tokens = SpecialTokens.from_params(params.skip_special_tokens, params.spaces_between_special_tokens)
         seqs = []
         for index in range(params.n):
+            text: TextStream | NoText = NoText()
+            if self._encoding.tokenizer is not None:
+                stops = params.stop, params.min_tokens, params.include_stop_str_in_output
+                hidden = len(params.healed)
+                text = TextStream(self._encoding.tokenizer, completion.prompt_token_ids, *stops, special_tokens, n_hidden=hidden)
             sampler = Sampler(
                 params,
                 index=index,
@@ -121,11 +126,6 @@ class InputProcessor:
                 constraint=constraint and constraint.fork(),
                 bad_words=bad_words,
             )
-            text: TextStream | NoText = NoText()
-            if self._encoding.tokenizer is not None:
-                stops = params.stop, params.min_tokens, params.include_stop_str_in_output
-                hidden = len(params.healed)
-                text = TextStream(self._encoding.tokenizer, completion.prompt_token_ids, *stops, special_tokens, n_hidden=hidden)
             hashes = block_hashes and block_hashes.copy()
             seqs.append(Sequence(ids, params, sampler, text, options, index=index, block_hashes=hashes))
             completion.choices.append(seqs[-1].choice)

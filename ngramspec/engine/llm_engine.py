@@ -280,6 +280,7 @@ class Engine(GenerationMethods):
         params = merge_params(params, sampling)
         if not isinstance(final_only, bool):
             raise InvalidInputError(f"final_only must be True or False, got {final_only!r}")
+        exactness = self._derive_exactness(params, hints.get("speculation", True))
         ids = self._inputs.encode(prompt)
         self._inputs.check(params, hints, self._datastores)
         on_end = self._inputs.recall_suggestion(hints)
@@ -289,7 +290,7 @@ class Engine(GenerationMethods):
             ids.tolist(),
             [],
             params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1),
-            self._derive_exactness(params, hints.get("speculation", True)),
+            exactness,
             precision=self.runner.precision,
         )
         seqs = self._inputs.make_sequences(ids, params, completion, hints)

@@ -190,14 +190,14 @@ class _LlamaMetrics(Collector):
 
     def add(self, completion: Completion, stats: Stats) -> None:
         """Count a request that reached the engine, which has these statistics."""
-        found = response_stats.describe_timings(completion)
+        prompt_s, tokens_s = response_stats.split_time(completion)
         length = len(completion.prompt_token_ids) + max((len(choice.token_ids) for choice in completion.choices), default=0)
         with self._lock:
-            self._prompt_tokens += int(found["prompt_n"])
+            self._prompt_tokens += len(completion.prompt_token_ids) - completion.cached_tokens
             self._cached_tokens += completion.cached_tokens
-            self._prompt_s += found["prompt_ms"] / 1e3
+            self._prompt_s += prompt_s
             self._tokens += stats.tokens
-            self._tokens_s += found["predicted_ms"] / 1e3
+            self._tokens_s += tokens_s
             self._longest = max(self._longest, length)
             self._drafts += stats.drafts
             self._drafted += stats.drafted

@@ -39,10 +39,11 @@ def make_router(state: ServerState) -> APIRouter:
         with _rename_params():
             handler = _MessageHandler(state, prompts, body, identity)
             with state.admission.reserve() as reservation:
-                ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
-                inputs = [await asyncio.to_thread(handler.make_input, ids)]
+                inputs = [await state.encoders.run(identity.tenant, handler.n_chars, handler.make_input)]
+                if inputs[0].params.grammar is not None:
+                    await asyncio.to_thread(handler.compile_grammar, inputs[0])
                 if handler.streams:
-                    events = handler.stream_events(state.admission.stream(reservation, http, inputs), len(ids))
+                    events = handler.stream_events(state.admission.stream(reservation, http, inputs), len(inputs[0].prompt))
                     return EventStream(
                         reservation, events, done=False, named=True, ping={"type": "ping"}, format_error=format_anthropic_error
                     )
@@ -79,14 +80,15 @@ class _MessageHandler(CompletionHandler):
         self._conversation = _make_conversation(state, prompts, body)
         self.n_chars = self._conversation.n_chars
 
-    def encode(self) -> list[int]:
-        """Return the prompt's ids. Raises ApiError, ValueError."""
-        return self._conversation.encode(self._body, self._body.max_tokens)
-
-    def make_input(self, ids: list[int]) -> EngineInput:
-        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
+    def make_input(self) -> EngineInput:
+        """Return what the engine is asked; for `Encoders`. Raises ApiError, ValueError."""
+        ids = self._conversation.encode(self._body, self._body.max_tokens)
         max_tokens = min(self._body.max_tokens, self._conversation.count_room(len(ids)))
         return self._conversation.make_input(ids, self._body, self.hints, max_tokens=max_tokens, n=1, logprobs=None)
+
+    def compile_grammar(self, asked: EngineInput) -> None:
+        """Compile the request's grammar, which may take seconds. Raises ApiError (400)."""
+        self._conversation.compile_grammar(asked)
 
     # ------------------------------------------------------------------ answers
 

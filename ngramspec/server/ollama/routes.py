@@ -153,11 +153,17 @@ class _OllamaHandler(CompletionHandler):
         assert self._conversation is not None
         return self._conversation.encode(self._sampling, self._body.max_tokens)
 
-    def make_input(self, ids: list[int]) -> EngineInput:
-        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
+    def make_input(self) -> EngineInput:
+        """Return what the engine is asked; for `Encoders`. Raises ApiError, ValueError."""
         assert self._conversation is not None
+        ids = self.encode()
         max_tokens = self.count_tokens(ids)
         return self._conversation.make_input(ids, self._sampling, self.hints, max_tokens=max_tokens, n=1, logprobs=self._body.n_logprobs)
+
+    def compile_grammar(self, asked: EngineInput) -> None:
+        """Compile the request's grammar, which may take seconds. Raises ApiError (400)."""
+        assert self._conversation is not None
+        self._conversation.compile_grammar(asked)
 
     def count_tokens(self, ids: list[int]) -> int:
         """Return how many tokens to write: those that are asked for, as far as they fit."""
@@ -287,21 +293,27 @@ class _GenerateHandler(_OllamaHandler):
             raise make_field_error("prompt", "is empty")
         return ids
 
-    def make_input(self, ids: list[int]) -> EngineInput:
-        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
+    def make_input(self) -> EngineInput:
+        """Return what the engine is asked; for `Encoders`. Raises ApiError, ValueError."""
         if self._conversation is not None:
-            return super().make_input(ids)
-        form = self._form
+            return super().make_input()
+        ids, form = self.encode(), self._form
         params = make_params(
             self._sampling, self._state, max_tokens=self.count_tokens(ids), n=1, logprobs=self._body.n_logprobs, grammar=form and form[1]
         )
         self._state.limits.check_params(params)
-        check_grammar(form, self._state.engine, self.hints["tenant"])
         if self._fim is not None:
             params = replace(params, stop_token_ids=self._fim.stop_ids, healed=self._unfinished or "")
             self.hints["cursor"] = cursor = (self._given.prompt, self._given.suffix or "")
             self._state.expect_prompts(self.hints, *cursor)
         return EngineInput(ids, params, self.hints)
+
+    def compile_grammar(self, asked: EngineInput) -> None:
+        """Compile the request's grammar, which may take seconds. Raises ApiError (400)."""
+        if self._conversation is not None:
+            super().compile_grammar(asked)
+        else:
+            check_grammar(self._form, self._state.engine, self.hints["tenant"])
 
     def _finish(self, completion: Completion) -> dict[str, Any]:
         context = {} if self._given.raw else {"context": completion.prompt_token_ids + completion.token_ids}
@@ -313,8 +325,9 @@ async def _answer(state: ServerState, handler: _OllamaHandler, http: Request, id
     if handler.is_empty:
         return handler.answer_empty()
     with state.admission.reserve() as reservation:
-        ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
-        inputs = [await asyncio.to_thread(handler.make_input, ids)]
+        inputs = [await state.encoders.run(identity.tenant, handler.n_chars, handler.make_input)]
+        if inputs[0].params.grammar is not None:
+            await asyncio.to_thread(handler.compile_grammar, inputs[0])
         if handler.streams:
             return JsonLines(reservation, handler.stream_events(state.admission.stream(reservation, http, inputs)))
         (completion,) = await state.admission.complete(reservation, http, inputs)

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts, Style
-from ngramspec.prompts.messages import PARTS, read_turns
+from ngramspec.prompts.messages import PARTS
 from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
@@ -59,8 +59,9 @@ def make_router(state: ServerState) -> APIRouter:
         """Answer a conversation."""
         handler = _ChatHandler(state, prompts, texts, body, identity)
         with state.admission.reserve(handler.n) as reservation:
-            ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
-            inputs = [await asyncio.to_thread(handler.make_input, ids)]
+            inputs = [await state.encoders.run(identity.tenant, handler.n_chars, handler.make_input)]
+            if inputs[0].params.grammar is not None:
+                await asyncio.to_thread(handler.compile_grammar, inputs[0])
             if handler.streams:
                 pieces = state.admission.stream(reservation, http, inputs)
                 return EventStream(reservation, handler.stream_events(handler.follow(reservation, pieces), reservation.requests))
@@ -115,19 +116,19 @@ class _ChatHandler(CompletionHandler):
         self._prediction = None if body.prediction is None else join_text(body.prediction.content, "prediction.content")
         self.n_chars = self._conversation.n_chars + len(self._prediction or "")
 
-    def encode(self) -> list[int]:
-        """Return the prompt's ids. Raises ApiError, ValueError."""
-        ids = self._conversation.encode(self._body, self._max_tokens)
-        encode_prediction(self.hints, self._prediction, self._engine)
-        return ids
-
-    def make_input(self, ids: list[int]) -> EngineInput:
-        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
+    def make_input(self) -> EngineInput:
+        """Return what the engine is asked; for `Encoders`. Raises ApiError, ValueError."""
         body = self._body
+        ids = self._conversation.encode(body, self._max_tokens)
+        encode_prediction(self.hints, self._prediction, self._engine)
         top = (body.top_logprobs or body.n_probs or 0) if self._logprobs_asked else None
         return self._conversation.make_input(
             ids, body, self.hints, max_tokens=self._max_tokens, n=self.n, logprobs=top, prompt_logprobs=body.prompt_logprobs
         )
+
+    def compile_grammar(self, asked: EngineInput) -> None:
+        """Compile the request's grammar, which may take seconds. Raises ApiError (400)."""
+        self._conversation.compile_grammar(asked)
 
     # ------------------------------------------------------------------ answers
 
@@ -245,7 +246,10 @@ class _ChatHandler(CompletionHandler):
 
 def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
     """Return the conversation that a request asks to continue. Raises ApiError (400)."""
-    turns = read_turns(body.messages, _read_turn)
+    turns, names = list[Turn](), dict[str, str]()  # names: of the calls so far, by their ids
+    for i, message in enumerate(body.messages):
+        turns.append(_read_turn(message, f"messages[{i}]", names))
+        names |= {call.id: call.name for call in turns[-1].calls}
     answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if goes_on and answer_follows:
         why = "only with add_generation_prompt false: a message goes on, or another begins"
@@ -332,7 +336,7 @@ def _read_turn(message: Message, where: str, names: dict[str, str]) -> Turn:
         why = f"must be one of {', '.join(ROLES)}, or a word that the model's template knows, got {message.role[:40]!r}"
         raise make_field_error(f"{where}.role", why)
     role = ROLES.get(message.role, message.role)
-    calls = read_calls(message.tool_calls, where)
+    calls = read_calls(message.tool_calls, where) if message.tool_calls else ()
     if calls and role != ASSISTANT:
         raise make_field_error(f"{where}.tool_calls", "only the assistant calls tools")
     content = _read_content(message, where, PARTS)

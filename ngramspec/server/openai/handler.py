@@ -32,7 +32,7 @@ from ngramspec.server.error_responses import make_bad_request, make_context_erro
 from ngramspec.server.openai.schemas import OpenAIRequest, ServerFields
 from ngramspec.server.prompt_progress import PromptProgress, report_progress
 from ngramspec.server.queue import Piece, Reservation
-from ngramspec.server.request_fields import OTHER_NAMES, check_grammar, read_grammar, read_sampling_fields
+from ngramspec.server.request_fields import OTHER_NAMES, FieldGrammar, check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.state import ServerState, model_not_found
 
 TEMPERATURE = 1.0  # OpenAI's default
@@ -180,6 +180,7 @@ class Conversation:
     separates_thoughts: bool = True
     """Thoughts are no part of the text, unless the server's settings say so."""
     _ids: Sequence[int] = ()
+    _form: FieldGrammar | None = None
     _is_formed: bool = False
 
     def __post_init__(self) -> None:
@@ -235,12 +236,13 @@ class Conversation:
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> EngineInput:
-        """Return what the engine is asked with these ids. Compiles grammars; may take seconds. Raises ApiError."""
+        """Return what the engine is asked with these ids; `compile_grammar` checks its grammar. Raises ApiError."""
         state, box = self.state, self.toolbox
-        form = read_grammar(request)
+        form = self._form = read_grammar(request)
         grammar = form_grammar = form and form[1]
         if box.tools:
             grammar = box.make_grammar(self.prompts.calls, self.prompts.added, form_grammar)
+            self.held = grammar is not None and (box.required or form is not None)
         self._ids, self._is_formed = ids, form is not None or (grammar is not None and box.required)
         self.separates_thoughts &= request.skip_special_tokens is not False  # type: ignore[attr-defined]
         if max_tokens is None:
@@ -250,11 +252,14 @@ class Conversation:
         )
         state.limits.check_params(params)
         state.limits.check_vocabulary(params, len(ids))
-        check_grammar(form, state.engine, hints["tenant"])
-        if box.tools and grammar is not None:
-            box.check_grammar(lambda each: state.engine.compile_grammar(each, tenant=hints["tenant"]), grammar)
-            self.held = box.required or form_grammar is not None
         return EngineInput(ids, params, hints)
+
+    def compile_grammar(self, asked: EngineInput) -> None:
+        """Compile the grammar of `make_input`. May take seconds, once for each of a tenant. Raises ApiError (400)."""
+        engine, tenant = self.state.engine, asked.hints["tenant"]
+        check_grammar(self._form, engine, tenant)
+        if self.toolbox.tools and asked.params.grammar is not None:
+            self.toolbox.check_grammar(lambda each: engine.compile_grammar(each, tenant=tenant), asked.params.grammar)
 
     def make_stream_parser(self) -> StreamParser:
         """Return what follows one choice of the answer."""

@@ -55,8 +55,9 @@ def make_router(state: ServerState) -> APIRouter:
         with in_its_words():
             handler = _ResponseHandler(state, prompts, body, identity, store, texts)
             with state.admission.reserve() as reservation:
-                ids = await state.encoders.run(identity.tenant, handler.n_chars, handler.encode)
-                inputs = [await asyncio.to_thread(handler.make_input, ids)]
+                inputs = [await state.encoders.run(identity.tenant, handler.n_chars, handler.make_input)]
+                if inputs[0].params.grammar is not None:
+                    await asyncio.to_thread(handler.compile_grammar, inputs[0])
                 if handler.streams:
                     events = handler.stream_events(
                         handler.follow(reservation, state.admission.stream(reservation, http, inputs)), reservation.requests
@@ -127,16 +128,17 @@ class _ResponseHandler(CompletionHandler):
         self._conversation = _make_conversation(state, prompts, body)
         self.n_chars = self._conversation.n_chars
 
-    def encode(self) -> list[int]:
-        """Return the prompt's ids. Raises ApiError, ValueError."""
-        with in_its_words():
-            return self._conversation.encode(self._body, self._body.max_output_tokens)
-
-    def make_input(self, ids: list[int]) -> EngineInput:
-        """Return what the engine is asked. Compiles grammars, which may take seconds. Raises ApiError."""
+    def make_input(self) -> EngineInput:
+        """Return what the engine is asked; for `Encoders`. Raises ApiError, ValueError."""
         with in_its_words():
             body = self._body
+            ids = self._conversation.encode(body, body.max_output_tokens)
             return self._conversation.make_input(ids, body, self.hints, max_tokens=body.max_output_tokens, n=1, logprobs=body.n_logprobs)
+
+    def compile_grammar(self, asked: EngineInput) -> None:
+        """Compile the request's grammar, which may take seconds. Raises ApiError (400)."""
+        with in_its_words():
+            self._conversation.compile_grammar(asked)
 
     # ------------------------------------------------------------------ answers
 
