@@ -102,6 +102,7 @@ class NativeSteps:
             [seq.slot for seq in seqs if seq.speculation],
             any(seq.n_tokens + 1 < seq.limit for seq in seqs if seq.speculation),
         )
+        longest = max(seq.n_tokens for seq in seqs)
         forward = self._runner.native_forward()
         if forward is None:
             return None
@@ -111,7 +112,7 @@ class NativeSteps:
                 return None
         budget = self._plan(seqs, drafting, timing, max_rows, speculates=speculates)
         n_rows, pool, n_nodes = len(seqs) + budget.max_nodes, self._runner.pool, self._speculator.spec_rows + BLOCK
-        forward.reserve(n_rows, max(seq.n_tokens for seq in seqs) + MAX_NEW_TOKENS + n_rows)
+        forward.reserve(n_rows, longest + MAX_NEW_TOKENS + n_rows)
         for seq in seqs:  # KV positions for the trees to come, as far as the pool has them; that of each last token is there
             pool.reserve_after(seq.slot, seq.n_tokens, min(n_nodes, pool.max_blocks * BLOCK - seq.n_tokens))
         stats, stats_rows = self._observers.stats.get_table(seqs)

@@ -44,8 +44,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.slots = list(range(len(tables.n_blocks_of) - 1, -1, -1))
-        self.has_room: Callable[[list[int]], bool] = lambda n_tokens: True
-        """Whether drafters that keep KV of their own have room for new sequences of these lengths."""
+        self.has_room: Callable[[list[int]], bool] | None = None
+        """Whether drafters that keep KV of their own have room for new sequences of these lengths; None: there are no such drafters."""
         self.admits = True
         """Whether new sequences may join those that run: not until a pass fits into memory again."""
         self.has_work = False
@@ -123,8 +123,10 @@ class Scheduler:
                 break
             if any(_will_share(seq, other) for other in self.running):
                 continue
-            drafted = [s.n_tokens for s in (*admitted, seq) if s.speculation]
-            if not ((not seq.speculation or self.has_room(drafted)) and self._admit(seq, prefixes)):
+            drafted = [each.n_tokens for each in (*admitted, seq) if each.speculation]
+            if self.has_room is not None and seq.speculation and not self.has_room(drafted):
+                break
+            if not self._admit(seq, prefixes):
                 break
             self.waiting.remove(seq)
             self.running.append(seq)

@@ -91,7 +91,7 @@ class Core:
         self.runner.keep_candidates(speculator.needs_topk)
         speculator.bind(self.runner)
         self.speculator = speculator
-        self.scheduler.has_room = speculator.has_room
+        self.scheduler.has_room = speculator.has_room if speculator.keeps_kv else None
         self._observers = Observers(speculator, self.runner.pool)
         self.native_steps = NativeSteps(self.runner, speculator, self._observers)
 
@@ -209,7 +209,8 @@ class Core:
             log.warning("out of memory in a pass of %d rows; from now on they have half as many: %s", len(batch.input_ids), e)
             return []
         self.scheduler.admits = True
-        return self._commit(self._accept(rows, batch, output), batch, output)
+        matches = output.get_matches()
+        return self._commit(self._accept(rows, batch, output, matches), batch, output)
 
     def _step_natively(self, rows: list[ScheduledRows], interrupt: np.ndarray) -> list[Sequence] | None:
         """Make several steps in one call; None, with nothing done, if a single one in Python must be made."""
@@ -223,7 +224,8 @@ class Core:
         self.n_passes += len(result.records)
         appended = list[tuple[Sequence, np.ndarray]]()
         ends = result.table[["n_new", "state"]].tolist()
-        for b, (seq, (n, state)) in enumerate(zip([each.seq for each in rows], ends, strict=True)):
+        for b, (each, (n, state)) in enumerate(zip(rows, ends, strict=True)):
+            seq = each.seq
             if seq.slot < 0:  # another sequence of its request has failed
                 continue
             try:
@@ -232,15 +234,19 @@ class Core:
                 appended.append((seq, result.tokens[b, :n]))
             except Exception as e:
                 self._fail(seq, e)
-        changed = [seq for seq, _ in appended if seq.slot >= 0]
-        for seq in changed:
+        changed, slots, going_on = list[Sequence](), list[int](), list[np.ndarray]()
+        for seq, tokens in appended:
+            if seq.slot < 0:
+                continue
+            changed.append(seq)
             if seq.finished:
                 self._finish(seq)
-            else:
-                self.runner.pool.truncate_to(seq.slot, seq.n_computed)
-        going_on = [(seq.slot, tokens) for seq, tokens in appended if seq.slot >= 0 and seq.speculation]
-        slots = np.array([slot for slot, _ in going_on], np.int32)
-        self.speculator.observe_native_steps(len(result.records), slots, [tokens for _, tokens in going_on])
+                continue
+            self.runner.pool.truncate_to(seq.slot, seq.n_computed)
+            if seq.speculation:
+                slots.append(seq.slot)
+                going_on.append(tokens)
+        self.speculator.observe_native_steps(len(result.records), np.array(slots, np.int32), going_on)
         return changed
 
     def _halve_rows(self, rows: list[ScheduledRows], n_rows: int) -> bool:
@@ -356,10 +362,11 @@ class Core:
         output.wait()
         return output
 
-    def _accept(self, rows: list[ScheduledRows], batch: Batch, output: Output) -> list[Accepted]:
-        """Append to each sequence what the model accepts. A sequence that fails (its logits, its text) ends alone."""
+    def _accept(self, rows: list[ScheduledRows], batch: Batch, output: Output, matches: list[Match | None]) -> list[Accepted]:
+        """Append to each sequence what the model accepts, which may be what the pass has matched. A sequence that fails (its logits, its
+        text) ends alone."""
         results = []
-        for i, (each, span, match) in enumerate(zip(rows, batch.spans, output.get_matches(), strict=True)):
+        for i, (each, span, match) in enumerate(zip(rows, batch.spans, matches, strict=True)):
             seq = each.seq
             if seq.slot < 0:  # another sequence of its request has failed
                 continue

@@ -202,6 +202,8 @@ class Speculator:
     needs_topk = False
     """Whether `observe` needs the model's top-k."""
 
+    keeps_kv = False
+    """Whether `has_room` may be false: drafters have a KV cache of their own."""
     reads_hidden_states = False
     """Whether `on_hidden_states` is ever to be called."""
 

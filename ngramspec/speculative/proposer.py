@@ -119,6 +119,7 @@ class TreeProposer(Speculator):
         """Whether `observe` needs the target's top-k."""
         self.reads_hidden_states = bool(self._state_readers)
         self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
+        self.keeps_kv = bool(self._kv_keepers)
         self._recycled = features.new_recycled(self.vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
         self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         self._nodes = features.new_nodes(max_seqs * (self.spec_rows + 1))

@@ -48,6 +48,7 @@ class SingleDrafter(Speculator):
         self.drafter: Drafter | None = drafter
         self.source_names = [drafter.name]
         self.needs_topk, self.reads_hidden_states = isinstance(drafter, NeedsTopK), isinstance(drafter, NeedsHiddenStates)
+        self.keeps_kv = isinstance(drafter, NeedsKvRoom)
         self._trees: dict[int, DraftTree] = {}
         self._begun: set[int] = set()
         if isinstance(drafter, CanDraw):

@@ -235,9 +235,13 @@ class LlamaDecoder:
             self._shared = make_shared_pass(model, current)
             self.find_functions()
             weakref.finalize(self, self._team.stop)
-        publish_pass(self._shared, model, current)
-        self._team.grow(threads - 1, compute, False, self._run_thread, self._shared, self._team.state)
-        compute(True, self._run_thread, self._shared, self._team.state)
+        team, (of_model, before) = self._team, self._team.published
+        if of_model is not model or before is not current:
+            publish_pass(self._shared, model, current)
+            team.published = model, current
+        if team.n_threads < threads - 1:
+            team.grow(threads - 1, compute, False, self._run_thread, self._shared, team.state)
+        compute(True, self._run_thread, self._shared, team.state)
 
     def join_threads(self, other: LlamaDecoder) -> None:
         """Compute with the threads of another decoder, which has made a pass: threads of both would be in each other's way."""

@@ -240,7 +240,6 @@ class LlamaRunner(Runner):
             self.cost_rows = tuple(n for n in self.cost_rows if n <= MOST_NODES)
 
     def forward(self, batch: Batch) -> HostOutput:
-        self.pool.check_positions(batch.spans)
         try:
             return self._run_layers(batch, 0, self.n_layers)
         except BaseException:
@@ -251,6 +250,7 @@ class LlamaRunner(Runner):
         """Run a pass through some layers, between embedding and head."""
         started = time.perf_counter()
         assert self.decoder is not None
+        self.pool.check_positions(batch.spans)
         computed = self.decoder.run(
             batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states, n_best=self._n_best
         )
