@@ -144,6 +144,13 @@ class Choice:
     """The text of each token: what could be shown after it. They add up to `text`."""
     stop_reason: int | str | None = None
     """The stop string, or the token of `stop_token_ids`, that ended the text. None if the model's own end did, or nothing."""
+    n_spelled: int = 0
+    """How many of the tokens only spell the end of the prompt's text (`SamplingParams.healed`)."""
+
+    @property
+    def n_counted(self) -> int:
+        """The number of tokens that `max_tokens` counts."""
+        return len(self.token_ids) - self.n_spelled
 
     def __repr__(self) -> str:
         return f"<Choice {self.index} {self.text!r:.60}, {len(self.token_ids)} tokens, {self.finish_reason}>"

@@ -168,11 +168,11 @@ class Sequence:
         self.previous_token, self.last_token = self.last_token, token
         beginning = self.sampler.constraint
         self.sampler.accept(token)
-        if beginning is not None and beginning.is_over:
-            n_spelled = self.sampler.n_spelled
-            self.limit = min(self.n_prompt + n_spelled + self.params.max_tokens, self.limit)
-            self.min_tokens = n_spelled + self.params.min_tokens
         choice = self.choice
+        choice.n_spelled = self.sampler.n_spelled
+        if beginning is not None and beginning.is_over:
+            self.limit = min(self.n_prompt + choice.n_spelled + self.params.max_tokens, self.limit)
+            self.min_tokens = choice.n_spelled + self.params.min_tokens
         choice.token_ids.append(token)
         if logprob is not None and choice.logprobs is not None:
             choice.logprobs.append(logprob)

@@ -135,6 +135,12 @@ async def run_unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> Non
         doing.cancel()
 
 
+def count_tokens(answer: LlamaAnswer, n_told: int, completion: Completion) -> dict[str, int]:
+    """Return the numbers of tokens, of which those that only spell the end of the prompt's text are the prompt's."""
+    n_spelled = completion.choices[0].n_spelled
+    return {"tokens_predicted": max(n_told - n_spelled, 0), "tokens_evaluated": len(answer.given.prompt) + n_spelled}
+
+
 class AnswerFormat:
     """Words what an engine wrote as llama.cpp does."""
 
@@ -160,7 +166,7 @@ class AnswerFormat:
             for text, tokens, logprobs in written:
                 n_told += len(tokens)
                 event = {"index": i, "content": text, "tokens": tokens, "stop": False, "id_slot": i}
-                event |= {"tokens_predicted": n_told, "tokens_evaluated": len(answer.given.prompt)}
+                event |= count_tokens(answer, n_told, reservation.requests[i].completion)
                 if logprobs:
                     event["completion_probabilities"] = self._describe_probabilities(logprobs, answer.given.params)
                 if body.timings_per_token:
@@ -182,8 +188,7 @@ class AnswerFormat:
             "id_slot": i,
             "stop": True,
             "model": self.model,
-            "tokens_predicted": len(answer.tokens),
-            "tokens_evaluated": len(given.prompt),
+            **count_tokens(answer, len(answer.tokens), completion),
             "generation_settings": self.describe_settings(body, given.params),
             "prompt": self.tokens.decode(given.prompt) if self.engine.tokenizer is not None and (not fields or "prompt" in fields) else "",
             "has_new_line": "\n" in answer.text,

@@ -316,7 +316,7 @@ class _LlamaHandler:
         )
         running = [(request, choice) for request, choice in choices if choice.finish_reason is None]
         for slot, (request, choice) in zip(slots, running, strict=False):
-            n_decoded = len(choice.token_ids)
+            n_decoded = choice.n_counted
             slot["n_prompt_tokens"] = len(request.completion.prompt_token_ids)
             slot["next_token"] = {"n_decoded": n_decoded, "n_remain": max(request.params.max_tokens - n_decoded, 0)}
         return slots

@@ -113,9 +113,12 @@ class CompletionHandler:
 
     def describe_usage(self, completions: Sequence[Completion], *, silent: bool = False, written: int | None = None) -> dict[str, Any]:
         """Return OpenAI's `usage`. `silent`: the tokens written are no part of the answer. `written`: their number, if not all."""
-        prompt = sum(len(completion.prompt_token_ids) for completion in completions)
+        choices = [choice for completion in completions for choice in completion.choices]
+        n_spelled = sum(choice.n_spelled for choice in choices)  # which are the prompt's
+        prompt = sum(len(completion.prompt_token_ids) for completion in completions) + n_spelled
         if written is None:
-            written = 0 if silent else sum(len(choice.token_ids) for completion in completions for choice in completion.choices)
+            written = 0 if silent else sum(len(choice.token_ids) for choice in choices)
+        written = max(written - n_spelled, 0)
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": written,
