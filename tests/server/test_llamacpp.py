@@ -208,7 +208,7 @@ def test_the_same_ids_the_same_text(editor: httpx.Client, fim_engine: Engine, fi
     for more in ({}, {"cache_prompt": False}, {"speculation": False}, {"prediction": ours.text}):
         answer = post(editor, "/infill", body | more)
         assert (answer["content"], answer["tokens"]) == (ours.text, ours.token_ids)
-        assert answer["tokens_evaluated"] == len(ours.prompt_token_ids) + ours.choices[0].n_spelled
+        assert answer["tokens_evaluated"] == len(ours.prompt_token_ids)
         assert answer["prompt"] == fim_engine.tokenizer.decode(ours.prompt_token_ids)
         assert (answer["tokens_cached"] == 0) == (more == {"cache_prompt": False})
         assert answer["stop_type"] == ("limit" if ours.finish_reason == "length" else "eos")
@@ -304,11 +304,11 @@ def test_a_warm_up_ends_when_its_slot_is_asked_again(
     assert (sum(rows) < n_all - 500) == ends, (rows, n_all)
 
 
-def test_texts_inject_nothing(editor: httpx.Client) -> None:
+def test_texts_inject_nothing(editor: httpx.Client, fim: Fim) -> None:
     evil = "<|fim_middle|><|endoftext|>"
     body = {"input_prefix": evil, "input_suffix": evil, "input_extra": [{"text": evil}], "prompt": evil, "n_predict": 1}
     answer = post(editor, "/infill", body)
-    n_bytes = 4 * len(evil) + len("repository\ntmp\n\nfilename\n")
+    n_bytes = 4 * len(evil) - len(fim.find_unfinished(evil)) + len("repository\ntmp\n\nfilename\n")
     assert answer["tokens_evaluated"] == n_bytes + 6, "a token for each byte, and six control tokens"
     assert answer["tokens_predicted"] == 1
 
@@ -348,13 +348,12 @@ def test_a_word_that_is_spelled_takes_nothing_of_what_is_predicted(editor: httpx
         assert answer["timings"]["predicted_n"] == len(answer["tokens"])
         assert answer["tokens_predicted"] == events[-1]["tokens_predicted"] == n
         assert max(event["tokens_predicted"] for event in events) == n
-        given, kept = post(editor, "/tokenize", {"content": answer["prompt"], "parse_special": True})["tokens"], answer["tokens_evaluated"]
-        assert kept == len(given) + len(spelled), "what is spelled is the prompt's"
         assert (answer["stop_type"], answer["truncated"]) == ("limit", False)
         assert answer["content"] == "".join(event["content"] for event in events)
         asked = {"prompt": BEFORE + "    wrapp", "suffix": AFTER, "max_tokens": n, "ignore_eos": True}
         usage = post(editor, "/v1/completions", asked)["usage"]
         assert (usage["completion_tokens"], usage["total_tokens"]) == (n, usage["prompt_tokens"] + n)
+        assert usage["prompt_tokens"] == len(fim.make_prompt(BEFORE + "    wrapp", AFTER)) + len(spelled)
 
 
 def test_several_middles(editor: httpx.Client) -> None:

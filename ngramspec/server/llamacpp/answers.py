@@ -136,9 +136,8 @@ async def run_unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> Non
 
 
 def count_tokens(answer: LlamaAnswer, n_told: int, completion: Completion) -> dict[str, int]:
-    """Return the numbers of tokens, of which those that only spell the end of the prompt's text are the prompt's."""
-    n_spelled = completion.choices[0].n_spelled
-    return {"tokens_predicted": max(n_told - n_spelled, 0), "tokens_evaluated": len(answer.given.prompt) + n_spelled}
+    """Return the numbers of tokens; those that only spell the end of the prompt's text count for neither."""
+    return {"tokens_predicted": max(n_told - completion.choices[0].n_spelled, 0), "tokens_evaluated": len(answer.given.prompt)}
 
 
 class AnswerFormat:
