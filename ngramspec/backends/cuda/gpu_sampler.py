@@ -29,7 +29,7 @@ from ngramspec.backends.cuda.sampling_math import (
     uniform_bits,
     weight_of,
 )
-from ngramspec.backends.cuda.top_kp import COUNTED, cut_and_draw, draw_of_all
+from ngramspec.backends.cuda.top_kp import COUNTED, Draw, RowLogits, Sizes, cut_and_draw, draw_of_all
 
 CHUNK = 2048  # Logits that one block sums up: the sum of that many weights and their count fit into 64 bits.
 LISTED = 2048  # Tokens around a cut that are gathered into one list.
@@ -164,18 +164,15 @@ def _finish(
     if (peak >= INFINITE) | (top == float("-inf")):
         token = tl.full((), -1, tl.int32)
     elif t > 0:
-        row_logits = logits + row.to(tl.int64) * stride
-        least = encode_min_p(tl.load(min_p + row))
-        u = uniform_bits(seed, sample, position, row)
+        SIZES: tl.constexpr = Sizes(CHUNK, CHUNKS, TILE, LISTED, K)
+        of_row = RowLogits(logits + row.to(tl.int64) * stride, n_vocab, n_chunks, row, best, sums)
+        draw = Draw(top, t, encode_min_p(tl.load(min_p + row)), uniform_bits(seed, sample, position, row))
         k, p = tl.load(top_k + row), tl.load(top_p + row)
         if (k > 0) | (p < 1.0):
             share = share_of(p)
-            token = cut_and_draw(
-                row_logits, n_vocab, n_chunks, row, best, sums, listed + row.to(tl.int64) * LISTED, peak, top, t, k.to(tl.int64), share,
-                least, u, CHUNK, CHUNKS, TILE, LISTED, K,
-            )  # fmt: skip
+            token = cut_and_draw(of_row, listed + row.to(tl.int64) * LISTED, peak, draw, k.to(tl.int64), share, SIZES)
         else:
-            token = draw_of_all(row_logits, n_vocab, n_chunks, row, sums, top, t, least, u, CHUNK, CHUNKS)
+            token = draw_of_all(of_row, draw, SIZES)
     tl.store(out + row, token)
     if SCORES:  # noqa: SIM102  # both would be evaluated
         if tl.load(scored + row) > 0:

@@ -16,7 +16,7 @@ from torch import nn
 from ngramspec.backends.cuda.device import get_limits
 from ngramspec.backends.cuda.expert_kernels import PairArrays, PairProduct, PairShape, PairTile, SortedPairs, find_tile, store_pairs
 from ngramspec.backends.cuda.overlap import await_previous
-from ngramspec.backends.cuda.quantised import CudaPackedWeight, fit_tile, sum_packed_piece
+from ngramspec.backends.cuda.quantised import CudaPackedWeight, PackedBlocks, RowTile, fit_tile, sum_packed_piece
 from ngramspec.backends.cuda.row_invariant_linear import Tile
 
 
@@ -47,10 +47,9 @@ def _multiply_packed_pairs(codes, words, supers, x, pairs, out, SHAPE: tl.conste
     n_at = expert * SHAPE.n_out + tl.minimum(n, SHAPE.n_out - 1)
     x_at = x + rows.to(tl.int64)[:, None] * SHAPE.n_in + k[None, :]
     is_even: tl.constexpr = SHAPE.n_in % TILE.k == 0
-    total = sum_packed_piece(
-        codes, words, supers, n_at, BLOCKS.n_stride, x_at, there[:, None], SHAPE.n_in, 0, SHAPE.n_in,
-        BLOCKS.bits, BLOCKS.scales, BLOCKS.zero, BLOCKS.super, BLOCKS.words, TILE.k, is_even, TILE.is_read_once,
-    )  # fmt: skip
+    blocks = PackedBlocks(codes, words, supers, BLOCKS.n_stride)
+    x_tile = RowTile(x_at, there[:, None], SHAPE.n_in)
+    total = sum_packed_piece(blocks, n_at, x_tile, 0, SHAPE.n_in, BLOCKS, TILE.k, is_even, TILE.is_read_once)
     store_pairs(total, None, out, n, found, SHAPE)
 
 

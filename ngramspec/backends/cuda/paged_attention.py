@@ -17,6 +17,7 @@ tile. From there on each row in turn gathers its own keys in logical order, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -61,8 +62,9 @@ def _merge(m, z, acc, m_next, z_next, acc_next):
 
 
 @triton.jit
-def _take_in(q, k, v, visible, m, z, acc, scale, softcap, SOFTCAP: tl.constexpr):
-    """Take one tile into the state: q [D, N], k and v [TILE, D], visible [TILE, N]. Scores are in units of log 2."""
+def _take_in(q, k, v, visible, state, scale, softcap, SOFTCAP: tl.constexpr):
+    """Take one tile into the state (m, z, acc): q [D, N], k and v [TILE, D], visible [TILE, N]. Scores are in units of log 2."""
+    m, z, acc = state
     s = tl.dot(k, q, input_precision="ieee") * scale
     if SOFTCAP:  # scale holds 2 / (softcap ln 2): softcap is tanh(x) = 1 - 2 / (exp(2 x) + 1) from here on
         s = softcap - (2.0 * softcap) / (tl.exp2(s) + 1.0)
@@ -105,39 +107,55 @@ def _kept_at(place, which, h, column, HK: tl.constexpr, N: tl.constexpr):
     return ((place + which).to(tl.int64) * HK + h) * N + column
 
 
+class KeptStates(NamedTuple):
+    """Pointers to the states that programs keep for the one that merges them: arguments of `_attend`."""
+
+    acc: Any
+    ml: Any
+
+
+class KeptShape(NamedTuple):
+    """What `_attend` is compiled for: key heads, size of a head, that rounded up to a power of two, columns."""
+
+    n_key_heads: Any
+    head_dim: Any
+    padded_dim: Any
+    n_columns: Any
+
+
 @triton.jit
-def _store_states(kept, kept_ml, at, m, z, acc, valid, D: tl.constexpr, DP: tl.constexpr):
+def _store_states(kept, at, m, z, acc, valid, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
-    tl.store(kept + at[None, :] * D + d[:, None], acc, mask=valid[None, :] & (d < D)[:, None])
-    tl.store(kept_ml + at * 2, m, mask=valid)
-    tl.store(kept_ml + at * 2 + 1, z, mask=valid)
+    tl.store(kept.acc + at[None, :] * D + d[:, None], acc, mask=valid[None, :] & (d < D)[:, None])
+    tl.store(kept.ml + at * 2, m, mask=valid)
+    tl.store(kept.ml + at * 2 + 1, z, mask=valid)
 
 
 @triton.jit
-def _load_states(kept, kept_ml, at, there, D: tl.constexpr, DP: tl.constexpr):
+def _load_states(kept, at, there, D: tl.constexpr, DP: tl.constexpr):
     """Load the states kept at [N], empty ones if not `there`.
 
     Other programs may have stored them, so the loads bypass the first-level cache.
     """
     d = tl.arange(0, DP)
-    m = tl.load(kept_ml + at * 2, mask=there, other=_LOWEST, cache_modifier=".cg")
-    z = tl.load(kept_ml + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-    acc = tl.load(kept + at[None, :] * D + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0, cache_modifier=".cg")
+    m = tl.load(kept.ml + at * 2, mask=there, other=_LOWEST, cache_modifier=".cg")
+    z = tl.load(kept.ml + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    acc = tl.load(kept.acc + at[None, :] * D + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0, cache_modifier=".cg")
     return m, z, acc
 
 
 @triton.jit
-def _fold(
-    kept, kept_ml, place, first, end, step, h, valid,
-    HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, IN_FLIGHT: tl.constexpr,
-):  # fmt: skip
+def _fold(kept, place, first, end, step, h, valid, SHAPE: tl.constexpr, IN_FLIGHT: tl.constexpr):
     """Merge the states kept for splits first, first + step, … below `end`."""
+    D: tl.constexpr = SHAPE.head_dim
+    DP: tl.constexpr = SHAPE.padded_dim
+    N: tl.constexpr = SHAPE.n_columns
     column = tl.arange(0, N)
     total_m, total_z, total = tl.full([N], _LOWEST, tl.float32), tl.zeros([N], tl.float32), tl.zeros([DP, N], tl.float32)
     for i in range(first, end, step * IN_FLIGHT):
         for j in tl.static_range(IN_FLIGHT):
             which = tl.zeros_like(column) + (i + j * step)
-            m, z, acc = _load_states(kept, kept_ml, _kept_at(place, which, h, column, HK, N), valid & (which < end), D, DP)
+            m, z, acc = _load_states(kept, _kept_at(place, which, h, column, SHAPE.n_key_heads, N), valid & (which < end), D, DP)
             total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
     return total_m, total_z, total
 
@@ -174,6 +192,8 @@ def _attend(
 ):
     await_previous(OVERLAP)
     GROUP: tl.constexpr = H // HK
+    SHAPE: tl.constexpr = KeptShape(HK, D, DP, N)
+    states = KeptStates(kept, kept_ml)
     share, h = shares + tl.program_id(0) * _WORDS, tl.program_id(1)
     first_row, end_row, owner = tl.load(share), tl.load(share + 1), tl.load(share + 2)
     begin, end, place, alone = tl.load(share + 3), tl.load(share + 4), tl.load(share + 5), tl.load(share + 6)
@@ -219,7 +239,7 @@ def _attend(
             visible = key[:, None] <= position[None, :]
             if WINDOW > 0:
                 visible &= key[:, None] > position[None, :] - WINDOW
-            m, z, acc = _take_in(query, k, v, visible, m, z, acc, scale, softcap, SOFTCAP)
+            m, z, acc = _take_in(query, k, v, visible, (m, z, acc), scale, softcap, SOFTCAP)
         for tile in range(alike, tiles):
             key = tile * _TILE + tl.arange(0, _TILE)
             r = tl.arange(0, ROWS)
@@ -240,7 +260,7 @@ def _attend(
                 visible = (row == first_row + i)[None, :] & (key <= own)[:, None]
                 if WINDOW > 0:
                     visible &= (key > own - WINDOW)[:, None]
-                m, z, acc = _take_in(query, k, v, visible, m, z, acc, scale, softcap, SOFTCAP)
+                m, z, acc = _take_in(query, k, v, visible, (m, z, acc), scale, softcap, SOFTCAP)
         blocks = _blocks_of(table, split + 1, table_width)
         group_m, group_z, group = _merge(group_m, group_z, group, m, z, acc)
         after = split + 1
@@ -252,10 +272,10 @@ def _attend(
             there = tl.load(share, volatile=True) + again // GROUP < tl.load(share + 1, volatile=True)
             to = _kept_at(place, tl.where(alone > 0, 0, split), h, again, HK, N)
             tl.debug_barrier()
-            m, z, acc = _load_states(kept, kept_ml, to, there & (again * 0 + alone * (split // _MERGED) > begin // _MERGED), D, DP)
+            m, z, acc = _load_states(states, to, there & (again * 0 + alone * (split // _MERGED) > begin // _MERGED), D, DP)
             m, z, acc = _merge(m, z, acc, group_m, group_z, group)
             tl.debug_barrier()
-            _store_states(kept, kept_ml, to, m, z, acc, there, D, DP)
+            _store_states(states, to, m, z, acc, there, D, DP)
             group_m, group_z, group = nothing_m, nothing_z, nothing
     first_row, end_row = tl.load(share, volatile=True), tl.load(share + 1, volatile=True)
     place, alone = tl.load(share + 5, volatile=True), tl.load(share + 6, volatile=True)
@@ -265,7 +285,7 @@ def _attend(
     if alone:
         if (end - 1) // _MERGED > begin // _MERGED:
             tl.debug_barrier()
-            m, z, acc = _load_states(kept, kept_ml, _kept_at(place, 0, h, column, HK, N), valid, D, DP)
+            m, z, acc = _load_states(states, _kept_at(place, 0, h, column, HK, N), valid, D, DP)
             group_m, group_z, group = _merge(m, z, acc, group_m, group_z, group)
     else:
         end_split = _split_of(n_keys - 1) + 1
@@ -284,13 +304,13 @@ def _attend(
                 if tl.atomic_add(counter, mine, sem="acq_rel", scope="gpu") + mine == every:
                     tl.store(counter, 0)
                     step = tl.where(of_item, _MERGED, 1)
-                    group_m, group_z, group = _fold(kept, kept_ml, place, first, last, step, h, valid, HK, D, DP, N, IN_FLIGHT)
+                    group_m, group_z, group = _fold(states, place, first, last, step, h, valid, SHAPE, IN_FLIGHT)
                     if of_item | (first_group == last_group):
                         ready += 1
                     else:
                         merged += 1
                         tl.debug_barrier()  # its first split's state has been read by all threads
-                        _store_states(kept, kept_ml, _kept_at(place, to, h, column, HK, N), group_m, group_z, group, valid, D, DP)
+                        _store_states(states, _kept_at(place, to, h, column, HK, N), group_m, group_z, group, valid, D, DP)
         valid &= column * 0 + ready > 0
     if sinks is not None:  # as if there were one more key, without a value, after all others
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) / _LOG_OF_2

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -275,57 +276,78 @@ def _load(at, there, policy: tl.constexpr, EVEN: tl.constexpr):
     return found
 
 
+class PackedBlocks(NamedTuple):
+    """A packed weight, as kernels hold it: values of their own arguments."""
+
+    codes: Any
+    words: Any
+    supers: Any
+    n_stride: Any
+
+
+class BlockForm(NamedTuple):
+    """What kernels are compiled for: see `CudaQuantFormat.constants`."""
+
+    bits: Any
+    scales: Any
+    zero: Any
+    super: Any
+    words: Any
+
+
+class RowTile(NamedTuple):
+    """Rows of x that a program multiplies."""
+
+    at: Any
+    """[rows, chunk]: where their first columns lie."""
+    mask: Any  # [rows, 1]: which of them there are
+    n_columns: Any
+
+
 @triton.jit
-def _load_weights(
-    codes, words, supers, n, n_stride, at, there,
-    CHUNK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPER: tl.constexpr, WORDS: tl.constexpr,
-    ONCE: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def _load_weights(blocks, n, at, there, CHUNK: tl.constexpr, FORM: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr):
     """Compute weights [n, columns] float32 of chunk number CHUNK of the unit of columns `at`. Data that two chunks need is read once."""
-    C: tl.constexpr = 16 if BITS == 6 else 32
+    bits: tl.constexpr = FORM.bits
+    C: tl.constexpr = 16 if bits == 6 else 32
     policy: tl.constexpr = "evict_first" if ONCE else ""
     unit = (at // _UNIT).to(tl.int64)
-    word = words + unit * WORDS * n_stride + n
+    word = blocks.words + unit * FORM.words * blocks.n_stride + n
     first = _load(word, there, policy, EVEN)
     above, second, factor = 0, 0, 0
-    if SCALES == _M:
-        second = _load(word + n_stride, there, policy, EVEN)
-    if BITS == 5 or BITS == 6:
-        above = _load(word + (WORDS - _UNIT // C + CHUNK) * n_stride, there, policy, EVEN)
-    if SUPER > 0:
-        factor = _load(supers + (at // SUPER).to(tl.int64) * n_stride + n, there, "", EVEN)
-    code = codes + (unit * n_stride + n)[:, None] * (64 if BITS == 8 else 32) + tl.arange(0, C)[None, :]
-    if BITS == 8:
+    if FORM.scales == _M:
+        second = _load(word + blocks.n_stride, there, policy, EVEN)
+    if bits == 5 or bits == 6:
+        above = _load(word + (FORM.words - _UNIT // C + CHUNK) * blocks.n_stride, there, policy, EVEN)
+    if FORM.super > 0:
+        factor = _load(blocks.supers + (at // FORM.super).to(tl.int64) * blocks.n_stride + n, there, "", EVEN)
+    code = blocks.codes + (unit * blocks.n_stride + n)[:, None] * (64 if bits == 8 else 32) + tl.arange(0, C)[None, :]
+    if bits == 8:
         q = _load(code + CHUNK * C, there[:, None], policy, EVEN)
     else:
         q = _load(code + CHUNK // 2 * C, there[:, None], policy, EVEN) >> CHUNK % 2 * 4 & 15
-    return _dequantise_chunk(q, above, first, second, factor, CHUNK, BITS, SCALES, ZERO)
+    return _dequantise_chunk(q, above, first, second, factor, CHUNK, bits, FORM.scales, FORM.zero)
 
 
 @triton.jit
 def sum_packed_piece(
-    codes, words, supers, n, n_stride, x, row_mask, columns, begin, end,
-    BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, SUPER: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    blocks, n, x, begin, end, FORM: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr
 ):  # fmt: skip
-    """Sum over columns begin..end of a tile: [n, rows] float32, as in `row_invariant_linear`.
-
-    `x` [rows, chunk] points at the first columns.
-    """
-    C: tl.constexpr = 16 if BITS == 6 else 32
+    """Sum over columns begin..end of a tile: [n, rows] float32, as in `row_invariant_linear`. `x`: a RowTile."""
+    bits: tl.constexpr = FORM.bits
+    C: tl.constexpr = 16 if bits == 6 else 32
     k = tl.arange(0, C)
-    total = tl.zeros([n.shape[0], x.shape[0]], tl.float32)
+    total = tl.zeros([n.shape[0], x.at.shape[0]], tl.float32)
     for start in range(begin, end, BLOCK_K):
         for i in tl.static_range(BLOCK_K // _UNIT):
             at = start + i * _UNIT
-            there = n < tl.where(at < end, n_stride, 0)
+            there = n < tl.where(at < end, blocks.n_stride, 0)
             for chunk in tl.static_range(_UNIT // C):
-                w = _load_weights(codes, words, supers, n, n_stride, at, there, chunk, BITS, SCALES, ZERO, SUPER, WORDS, ONCE, EVEN)
+                w = _load_weights(blocks, n, at, there, chunk, FORM, ONCE, EVEN)
                 if EVEN:
-                    b = tl.load(x + at + chunk * C, mask=row_mask, other=0.0)
+                    b = tl.load(x.at + at + chunk * C, mask=x.mask, other=0.0)
                 else:
-                    b = tl.load(x + at + chunk * C, mask=row_mask & (at + chunk * C + k < columns)[None, :], other=0.0)
-                total = tl.dot(w.to(x.dtype.element_ty), tl.trans(b), total, input_precision="ieee")
+                    b = tl.load(x.at + at + chunk * C, mask=x.mask & (at + chunk * C + k < x.n_columns)[None, :], other=0.0)
+                total = tl.dot(w.to(x.at.dtype.element_ty), tl.trans(b), total, input_precision="ieee")
     return total
 
 
@@ -351,8 +373,10 @@ def _dequantise(
     at = tl.program_id(1) * _UNIT
     there = rows < n_rows
     n = tl.load(ids + rows, mask=there, other=0)
+    blocks = PackedBlocks(codes, words, supers, n_stride)
+    FORM: tl.constexpr = BlockForm(BITS, SCALES, ZERO, SUPER, WORDS)
     for chunk in tl.static_range(_UNIT // C):
-        w = _load_weights(codes, words, supers, n, n_stride, at, there, chunk, BITS, SCALES, ZERO, SUPER, WORDS, False, False)
+        w = _load_weights(blocks, n, at, there, chunk, FORM, False, False)
         k = at + chunk * C + tl.arange(0, C)
         to = out + rows.to(tl.int64)[:, None] * n_in + k[None, :]
         tl.store(to, w.to(out.dtype.element_ty), mask=there[:, None] & (k < n_in)[None, :])
@@ -392,36 +416,16 @@ def _multiply_quantised(
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     piece = tl.program_id(2)
     k = tl.arange(0, 16 if BITS == 6 else 32)
-    x_at = x + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
-    row_mask = (rows < n_rows)[:, None]
+    blocks = PackedBlocks(codes, words, supers, n_stride)
+    FORM: tl.constexpr = BlockForm(BITS, SCALES, ZERO, SUPER, WORDS)
+    x_tile = RowTile(x + rows.to(tl.int64)[:, None] * x_stride + k[None, :], (rows < n_rows)[:, None], n_in)
     n_at = tl.minimum(n, n_out - 1)
     begin, end = find_bounds(piece, n_in, n_splits, STEP)
-    total = sum_packed_piece(
-        codes, words, supers, n_at, n_stride, x_at, row_mask, n_in, begin, end, BITS, SCALES, ZERO, SUPER, WORDS, BLOCK_K, EVEN, ONCE
-    )
+    total = sum_packed_piece(blocks, n_at, x_tile, begin, end, FORM, BLOCK_K, EVEN, ONCE)
     if SUMMED:
         for s in range(1, n_splits):
             begin, end = find_bounds(s, n_in, n_splits, STEP)
-            total += sum_packed_piece(
-                codes,
-                words,
-                supers,
-                n_at,
-                n_stride,
-                x_at,
-                row_mask,
-                n_in,
-                begin,
-                end,
-                BITS,
-                SCALES,
-                ZERO,
-                SUPER,
-                WORDS,
-                BLOCK_K,
-                EVEN,
-                ONCE,
-            )
+            total += sum_packed_piece(blocks, n_at, x_tile, begin, end, FORM, BLOCK_K, EVEN, ONCE)
     store(total, bias, out, n, rows, piece, n_out, n_rows, out_stride)
 
 
