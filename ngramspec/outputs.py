@@ -193,6 +193,15 @@ class Completion:
     def draft_sources(self) -> list[str | None]:
         return self.choices[0].draft_sources
 
+    def split_time(self, elapsed_s: float | None = None) -> tuple[float, float]:
+        """Return the seconds until the first token, without those in the queue, and the seconds after it.
+
+        `elapsed_s`: since the start of a request that is not done yet.
+        """
+        whole_s = self.duration_s or elapsed_s or 0.0
+        first_s = self.ttft_s or whole_s
+        return max(first_s - self.queued_s, 0.0), max(whole_s - first_s, 0.0)
+
     @property
     def stats(self) -> Stats:
         total = Stats()

@@ -115,11 +115,6 @@ class Sequence:
     def n_output(self) -> int:
         return self.n_tokens - self.n_prompt
 
-    @property
-    def max_depth(self) -> int:
-        """Return the deepest useful draft node: one more token always comes from the model itself."""
-        return self.limit - self.n_tokens - 1 if self.speculation else 0
-
     def sample(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
         """Sample the next token from logits row [V] -> it and its log-probability, None if that is not wanted."""
         token = self.sampler.sample(row, self.n_output)

@@ -292,7 +292,8 @@ class Core:
         for each in rows:
             each.seq.tree = None
         sampling = [each.seq for each in rows if each.samples]
-        depths = np.array([seq.max_depth for seq in sampling], np.int32)
+        # the deepest useful node: one more token always comes from the model itself
+        depths = np.array([seq.limit - seq.n_tokens - 1 if seq.speculation else 0 for seq in sampling], np.int32)
         seqs = [seq for seq, depth in zip(sampling, depths.tolist(), strict=True) if depth > 0]
         self._n_drafting, self._speculates = 0, bool(seqs) and not self.lacks_code
         if not self._speculates:
@@ -310,15 +311,15 @@ class Core:
         most = max(min(self.timing.cost.max_rows, self._max_rows) - base, 0)
         trees = self.speculator.propose(slots, depths, plan.cost_ms, base, most, plan.threshold)
         pool, room = self.runner.pool, most - sum(map(len, trees))
-        for seq, tree in zip(seqs, trees, strict=True):
+        for seq, depth, tree in zip(seqs, depths.tolist(), trees, strict=True):
             if seq.sampler.constraint is not None and tree.drawn_from is None and not seq.drafting_paused:
-                given, tree = tree, self._follow_grammar(seq, tree, plan, base, room)
+                given, tree = tree, self._follow_grammar(seq, tree, depth, plan, base, room)
                 room -= len(tree) - len(given)
             n = pool.reserve_after(seq.slot, seq.n_tokens, len(tree))  # a full pool: a smaller tree
             seq.tree = tree.take_first(n) if n else None
 
-    def _follow_grammar(self, seq: Sequence, tree: DraftTree, plan: StepPlan, base: int, room: int) -> DraftTree:
-        """Return the tree without what the sequence's grammar forbids, and with its forced tokens if these pay."""
+    def _follow_grammar(self, seq: Sequence, tree: DraftTree, depth: int, plan: StepPlan, base: int, room: int) -> DraftTree:
+        """Return the tree without what the sequence's grammar forbids, and with its forced tokens if these pay, at most `depth` deep."""
         assert seq.sampler.constraint is not None
         cost = plan.cost_ms
         few, many = min(base, len(cost) - 2), min(base + 8, len(cost) - 1)
@@ -327,7 +328,7 @@ class Core:
             tree,
             seq.sampler.constraint.make_lookahead(),
             source=len(self.speculator.source_names),
-            max_depth=min(seq.max_depth, self.speculator.spec_length),
+            max_depth=min(depth, self.speculator.spec_length),
             max_nodes=min(self.speculator.spec_rows, len(tree) + max(room, 0)),
             least=least,
         )

@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 import ngramspec
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion, Stats
-from ngramspec.server import response_stats
 
 PREFIX, LLAMA_PREFIX = "ngramspec:", "llamacpp:"
 # A counter to llama.cpp, without the end that Prometheus' text formats give the names of counters.
@@ -92,8 +91,8 @@ class Metrics:
 
     def count_finished(self, completion: Completion, outcome: str) -> None:
         """Count a request that reached the engine. `outcome`: "done", "cancelled" or "error"."""
-        stats = completion.stats
-        self._llama.add(completion, stats)
+        stats, (prompt_s, text_s) = completion.stats, completion.split_time()
+        self._llama.add(completion, stats, prompt_s, text_s)
         self._drafts.inc(stats.drafts)
         self._draft_tokens.inc(stats.drafted)
         self._accepted_tokens.inc(stats.accepted)
@@ -188,16 +187,15 @@ class _LlamaMetrics(Collector):
         self._prompt_tokens = self._cached_tokens = self._tokens = self._longest = self._drafts = self._drafted = self._accepted = 0
         self._prompt_s = self._tokens_s = 0.0
 
-    def add(self, completion: Completion, stats: Stats) -> None:
-        """Count a request that reached the engine, which has these statistics."""
-        prompt_s, tokens_s = response_stats.split_time(completion)
+    def add(self, completion: Completion, stats: Stats, prompt_s: float, text_s: float) -> None:
+        """Count a request that reached the engine, which has these statistics, and seconds for prompt and text."""
         length = len(completion.prompt_token_ids) + max((len(choice.token_ids) for choice in completion.choices), default=0)
         with self._lock:
             self._prompt_tokens += len(completion.prompt_token_ids) - completion.cached_tokens
             self._cached_tokens += completion.cached_tokens
             self._prompt_s += prompt_s
             self._tokens += stats.tokens
-            self._tokens_s += tokens_s
+            self._tokens_s += text_s
             self._longest = max(self._longest, length)
             self._drafts += stats.drafts
             self._drafted += stats.drafted

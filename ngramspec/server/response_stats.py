@@ -65,13 +65,6 @@ def list_token_sources(texts: Iterable[str], sources: Iterable[str | None]) -> l
     return [{"text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
 
 
-def split_time(completion: Completion, elapsed_s: float | None = None) -> tuple[float, float]:
-    """Return the seconds until the first token, without those in the queue, and those after it. `elapsed_s`: see `describe_timings`."""
-    whole_s = completion.duration_s or elapsed_s or 0.0
-    first_s = completion.ttft_s or whole_s
-    return max(first_s - completion.queued_s, 0.0), max(whole_s - first_s, 0.0)
-
-
 def describe_timings(completion: Completion, elapsed_s: float | None = None) -> dict[str, float]:
     """Return llama.cpp's `timings`: the prompt until the first token, the text after it, drafts where there were any.
 
@@ -81,7 +74,7 @@ def describe_timings(completion: Completion, elapsed_s: float | None = None) -> 
     """
     stats = completion.stats
     prompt_n = len(completion.prompt_token_ids) - completion.cached_tokens
-    prompt_s, text_s = split_time(completion, elapsed_s)
+    prompt_s, text_s = completion.split_time(elapsed_s)
     found: dict[str, float] = {"cache_n": completion.cached_tokens}
     found |= _describe_pace("prompt", prompt_n, prompt_s)
     found |= _describe_pace("predicted", max(stats.tokens - 1, 0), text_s) | {"predicted_n": stats.tokens}

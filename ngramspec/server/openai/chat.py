@@ -178,8 +178,6 @@ class _ChatHandler(CompletionHandler):
         completions: list[Completion] = []
 
         def begin(index: int) -> list[dict[str, Any]]:
-            if index in parsers:
-                return []
             parsers[index] = self._conversation.make_stream_parser()
             first = self.make_chunk_head(CHUNK, requests) | {
                 "choices": [_make_chunk(index, {"role": "assistant", "content": None, "refusal": None})]
@@ -191,13 +189,15 @@ class _ChatHandler(CompletionHandler):
 
         async for piece in pieces:
             if isinstance(piece, PromptProgress):
-                for first in begin(0):
-                    yield first
+                if 0 not in parsers:
+                    for first in begin(0):
+                        yield first
                 yield self.make_chunk_head(CHUNK, requests) | {"choices": [_make_chunk(0, {})], "prompt_progress": piece.describe()}
                 continue
             delta = piece[1]
-            for first in begin(delta.index):
-                yield first
+            if delta.index not in parsers:
+                for first in begin(delta.index):
+                    yield first
             self.count_delta(delta)
             head = self.make_chunk_head(CHUNK, requests)
             if self._silent:
@@ -209,7 +209,8 @@ class _ChatHandler(CompletionHandler):
             logprobs, of_end = delta.logprobs, list[TokenLogprob]()
             if len(logprobs or ()) > 1 and not self.continuous_usage:  # the token that ended the text is told behind it, as in vLLM
                 logprobs, of_end = split_end_logprob(delta)
-            extras = {"logprobs": self._describe_logprobs(logprobs)} | self.describe_sources(delta) | self.describe_token_ids(delta)
+            of_tokens = self.describe_sources(delta) | self.describe_token_ids(delta)
+            extras = {"logprobs": self._describe_logprobs(logprobs)} | of_tokens
             told = not (delta.token_ids and (self._logprobs_asked or self.sources or self.token_ids))
             chunks: list[dict[str, Any]] = []
             for event in parser.parse(delta):
