@@ -90,12 +90,12 @@ class NativeSteps:
     def run(
         self, rows: list[ScheduledRows], rule: Acceptance, timing: StepTimer, max_rows: int, interrupt: np.ndarray
     ) -> NativeResult | None:
-        """Make as many steps as the time and the drafts allow, until interrupt [1] int64 is not 0.
+        """Make as many steps of sequences that decode as the time and the drafts allow, until interrupt [1] int64 is not 0.
 
         None, with nothing done: a step in Python must be made, since a sequence needs Python between its pass and the next one, or the
         runner or the speculator does. Raises MemoryError before the first step.
         """
-        if not (self._fits and rule.matches_by_pass and all(map(_runs_natively, rows))):
+        if not (self._fits and rule.matches_by_pass and all(_runs_natively(each.seq) for each in rows)):
             return None
         seqs, drafting = [each.seq for each in rows], None
         slots, speculates = (
@@ -216,11 +216,9 @@ def make_table(seqs: list[Sequence], stats_rows: list[int]) -> tuple[np.ndarray,
     return np.array(rows, SEQUENCE), np.array(stops, np.int32)
 
 
-def _runs_natively(rows: ScheduledRows) -> bool:
+def _runs_natively(seq: Sequence) -> bool:
     """Return whether a sequence's tokens need only a logits row, the seed and the position, and only they end it."""
-    seq = rows.seq
-    needs_text = seq.params.stop or seq.lacks_prompt_logprobs
-    return rows.n_rows == 1 and rows.samples and seq.sampler.on_device and seq.samples_on_device and not needs_text
+    return seq.sampler.on_device and seq.samples_on_device and not (seq.params.stop or seq.lacks_prompt_logprobs)
 
 
 def _list_draws(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:

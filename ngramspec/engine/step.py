@@ -186,7 +186,8 @@ class Core:
         self._has_drafts = any(each.seq.speculation for each in rows)
         self._keep_states()
         changed = None
-        if interrupt is not None and not self.lacks_code and not self._keeps_states:
+        all_decode = all(each.n_rows == 1 and each.samples for each in rows)
+        if interrupt is not None and all_decode and not self.lacks_code and not self._keeps_states:
             changed = self._step_natively(rows, interrupt)
         if changed is None:
             changed = self._step_with_hooks(rows, meanwhile)
