@@ -48,9 +48,9 @@ from ngramspec.backends.base import Output
 from ngramspec.engine.native_steps import NativeResult
 from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
-from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import StepTimer
+from ngramspec.speculative.drafter import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
 
 # Fewest nodes of a source for its probabilities to be compared.

@@ -22,8 +22,8 @@ from ngramspec.backends.base import Runner
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span
-from ngramspec.speculative.base import DRAFT_DEFAULTS, DraftOptions, DraftParams, PassTopK
 from ngramspec.speculative.budget.cost_model import CostModel, Load
+from ngramspec.speculative.drafter import DRAFT_DEFAULTS, DraftOptions, DraftParams, PassTopK
 from ngramspec.speculative.ngram_table import LADDER, REACH
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.speculative.single import SingleDrafter

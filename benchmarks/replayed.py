@@ -20,8 +20,8 @@ from benchmarks.recordings import RecordedText
 from ngramspec.datastore import Datastore
 from ngramspec.defaults import ANSWERS, HISTORY
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.base import DraftOptions, DraftParams, PassTopK, SequenceInfo
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.drafter import DraftOptions, DraftParams, PassTopK, SequenceInfo
 from ngramspec.speculative.proposer import TreeProposer
 
 MAX_ROWS = 64  # of a draft

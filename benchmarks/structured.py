@@ -36,7 +36,7 @@ from benchmarks.peers import TimedRun
 from ngramspec import Engine, Grammar, SamplingParams
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.sampling.sampler import apply_mask
-from ngramspec.speculative.base import DraftOptions
+from ngramspec.speculative.drafter import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.tokenizer.encode import Encoding
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from ngramspec.grammar.base import Grammar
+    from ngramspec.grammar.constraint import Grammar
     from ngramspec.outputs import Beam, Choice, Completion, Delta, EngineStatus, Reliability, Stats, TokenLogprob
     from ngramspec.prompts.chat_reply import ChatDelta, ChatReply, ToolCallDelta
     from ngramspec.prompts.tool_calls.tool_prompt import Call
@@ -84,7 +84,7 @@ _HOMES = {
     "EngineConfig": "config",
     "Datastore": "datastore",
     "SamplingParams": "sampling_params",
-    "Grammar": "grammar.base",
+    "Grammar": "grammar.constraint",
     "Hints": "engine.request",
     "ChatReply": "prompts.chat_reply",
     "ChatDelta": "prompts.chat_reply",

@@ -12,7 +12,7 @@ from typing import TypedDict
 
 from ngramspec.errors import InvalidInputError
 from ngramspec.field_docs import document_fields
-from ngramspec.grammar.base import Grammar, GrammarKind
+from ngramspec.grammar.constraint import Grammar, GrammarKind
 from ngramspec.options import MAX_INT, Flag, Integer, Number, TextKind, TextList, TokenIds, TokenNumbers, check, option
 
 MAX_SEED, MAX_NEGATIVE_SEED = 2**64 - 1, 2**63

@@ -32,8 +32,8 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import CallbackError, EngineClosedError, InvalidInputError, ModelNotFoundError, PromptTooLongError, TokenizerError
 from ngramspec.outputs import Delta
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.speculative.base import Candidates
 from ngramspec.speculative.budget.cost_model import Load
+from ngramspec.speculative.drafter import Candidates
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 

@@ -28,7 +28,7 @@ from ngramspec.models.reference import find_needed_layers
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)

@@ -13,7 +13,7 @@ MOVED = {
     "ngramspec.guests.transformers": "ngramspec.integrations.transformers",
     "ngramspec.model.loading": "ngramspec.models.loader",
     "ngramspec.drafting.proposer": "ngramspec.speculative.proposer",
-    "ngramspec.drafting.base": "ngramspec.speculative.base",
+    "ngramspec.drafting.base": "ngramspec.speculative.drafter",
     "ngramspec.drafters.lookahead": "ngramspec.papers.lookahead",
     "ngramspec.drafters.counts": "ngramspec.papers.count_drafter",
 }

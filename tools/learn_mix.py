@@ -47,7 +47,7 @@ from numba import njit
 
 from benchmarks.common import describe_machine, print_document, print_table
 from ngramspec.speculative import features, ngram_table, proposer, tree_builder
-from ngramspec.speculative.base import DraftOptions, DraftParams
+from ngramspec.speculative.drafter import DraftOptions, DraftParams
 from ngramspec.speculative.feature_weights import make_cold_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
 

@@ -38,8 +38,8 @@ from ngramspec.cli.datastore import load_tokenizer_backend
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
 from ngramspec.speculative import features, proposer, tree_builder
-from ngramspec.speculative.base import DraftOptions, DraftParams
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.drafter import DraftOptions, DraftParams
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
 from tools import learn_mix

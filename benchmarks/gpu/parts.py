@@ -34,7 +34,7 @@ from ngramspec.models.random_weights import empty_model
 from ngramspec.models.shapes import PREFIX, read_shape
 from ngramspec.models.smollm2 import SMOLLM2_PACKAGE
 from ngramspec.outputs import Completion
-from ngramspec.speculative.base import Candidates, SequenceInfo
+from ngramspec.speculative.drafter import Candidates, SequenceInfo
 from ngramspec.speculative.single import SingleDrafter
 
 STATIC, LOOKUP = {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 10}

@@ -34,8 +34,8 @@ from ngramspec.engine.acceptance import make_acceptance
 from ngramspec.outputs import KEPT
 from ngramspec.papers.count_drafter import Counts
 from ngramspec.papers.registry import make_drafter
-from ngramspec.speculative.base import CanDraw, Drafter, DraftOptions, Speculator
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.drafter import CanDraw, Drafter, DraftOptions, Speculator
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.speculative.single import SingleDrafter
 

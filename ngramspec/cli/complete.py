@@ -21,7 +21,7 @@ from ngramspec.config import EngineConfig
 from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.datastore.garbage import pause_collector
 from ngramspec.errors import GrammarError, UnsupportedModelError
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-"""The old name of `ngramspec.speculative.base`."""
+"""The old name of `ngramspec.speculative.drafter`."""
 
 from ngramspec.guests import alias_module
 
-alias_module(__name__, "ngramspec.speculative.base")
+alias_module(__name__, "ngramspec.speculative.drafter")

@@ -1,7 +1,7 @@
 """The engine: its public class, its thread, and the loop over all running sequences (schedule, draft, pack, forward, accept, commit).
 
 `llm_engine` is what a user holds, `generation` its methods for texts and chats, `assembly` loads the model that it needs, `step` is the
-loop. A backend is known by the contract in `backends.base` alone, drafting by `speculative.base.Speculator`.
+loop. A backend is known by the contract in `backends.base` alone, drafting by `speculative.drafter.Speculator`.
 """
 
 from __future__ import annotations

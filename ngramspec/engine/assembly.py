@@ -38,8 +38,8 @@ from ngramspec.models.tensor_source import TensorSource, to_q8_source
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.speculative import proposer
-from ngramspec.speculative.base import Drafter, DraftOptions, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
+from ngramspec.speculative.drafter import Drafter, DraftOptions, Speculator
 from ngramspec.speculative.features import MAX_DRAFTERS
 from ngramspec.speculative.single import SingleDrafter
 from ngramspec.speculative.trained.head_drafter import HeadDrafter

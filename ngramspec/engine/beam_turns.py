@@ -9,10 +9,10 @@ import numpy as np
 
 from ngramspec.engine.thread import StepThread
 from ngramspec.errors import InvalidInputError
-from ngramspec.grammar.base import Constraint
+from ngramspec.grammar.constraint import Constraint
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.papers.beam import BeamOptions, BeamSearch, Ended
-from ngramspec.speculative.base import DraftOptions, Speculator
+from ngramspec.speculative.drafter import DraftOptions, Speculator
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.tokenizer.detokenizer import TextStream
 

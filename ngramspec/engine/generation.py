@@ -27,7 +27,7 @@ from ngramspec.engine.request import (
     split_options,
     take_options,
 )
-from ngramspec.grammar.base import Constraint, Grammar
+from ngramspec.grammar.constraint import Constraint, Grammar
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.outputs import Completion, Delta
 from ngramspec.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ import numpy as np
 from ngramspec.engine.request import Hints
 from ngramspec.engine.sequence import Sequence, SequenceOptions
 from ngramspec.errors import InvalidInputError, PromptTooLongError
-from ngramspec.grammar.base import Constraint
+from ngramspec.grammar.constraint import Constraint
 from ngramspec.grammar.healing import Healing
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.kv_cache.blocks import BlockHashes

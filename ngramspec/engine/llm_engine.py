@@ -31,14 +31,14 @@ from ngramspec.engine.thread import StepThread
 from ngramspec.errors import EngineClosedError, InvalidInputError, UnsupportedModelError
 from ngramspec.foreign_names import explain_method, explain_options
 from ngramspec.grammar import forced_tokens
-from ngramspec.grammar.base import Constraint, Grammar
+from ngramspec.grammar.constraint import Constraint, Grammar
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.options import options_of
 from ngramspec.outputs import BLOCK, Beam, Completion, EngineStatus
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
-from ngramspec.speculative.base import Drafter, Speculator
 from ngramspec.speculative.budget.cost_model import CostModel
+from ngramspec.speculative.drafter import Drafter, Speculator
 from ngramspec.speculative.open_datastores import Store, check_store, name_datastores, open_store
 from ngramspec.tokenizer.encode import Encoding, Prompt, check_unicode
 
@@ -92,7 +92,7 @@ class Engine(GenerationMethods):
             raise InvalidInputError(f"tokenizer must be a loaded tokenizer of transformers, got {tokenizer!r:.80}{hint}")
         self.config = config = config or EngineConfig(**options)
         if wrong := [each for each in [*drafters, *([] if alone is None else [alone])] if not hasattr(each, "observe")]:
-            raise InvalidInputError(f"a drafter must be an object with the methods of `speculative.base.Drafter`, got {wrong[0]!r:.80}")
+            raise InvalidInputError(f"a drafter must be an object with the methods of `speculative.drafter.Drafter`, got {wrong[0]!r:.80}")
         stores = {name: open_store(store) for name, store in name_datastores(datastore).items()}
         if alone is not None and (drafters or stores):
             raise InvalidInputError("a drafter that drafts alone has neither other drafters nor datastores beside it")

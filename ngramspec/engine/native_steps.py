@@ -49,9 +49,9 @@ from ngramspec.outputs import BLOCK
 from ngramspec.sampling.verify import make_draw_params
 from ngramspec.sequence_table import MAX_MS, MAX_NEW_TOKENS, MAX_STEPS, RUNNING, SEQUENCE, STEP_RECORD
 from ngramspec.speculative import tree_builder
-from ngramspec.speculative.base import NativeDrafting, Speculator
 from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.draft_stats import StatsTable
+from ngramspec.speculative.drafter import NativeDrafting, Speculator
 from ngramspec.speculative.features import ExternalTrees
 from ngramspec.speculative.proposer import NO_EXTERNAL, get_idle_drafting
 

@@ -16,8 +16,8 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
 from ngramspec.sampling.batch import Batch, Span
 from ngramspec.sequence_table import NO_SOURCE
-from ngramspec.speculative.base import Speculator
 from ngramspec.speculative.draft_stats import CountedPass, DraftStats
+from ngramspec.speculative.drafter import Speculator
 
 
 @dataclass(slots=True)

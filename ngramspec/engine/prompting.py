@@ -13,7 +13,7 @@ from typing import Any
 
 from ngramspec.engine.request import Files
 from ngramspec.errors import InvalidInputError, PromptTooLongError, UnsupportedModelError
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.outputs import Completion, Delta
 from ngramspec.prompts.chat_reply import ChatDelta, ChatReply, read_delta, read_reply
 from ngramspec.prompts.chat_template import Prompts, Style

@@ -27,9 +27,9 @@ from ngramspec.kv_cache.prefix_folder import PrefixStore
 from ngramspec.outputs import BLOCK, DraftTree, TokenLogprob
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.verify import Match
-from ngramspec.speculative.base import DraftParams, SequenceInfo, Speculator, make_pass_topk
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import StepPlan, StepTimer
+from ngramspec.speculative.drafter import DraftParams, SequenceInfo, Speculator, make_pass_topk
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from ngramspec.child_process import ChildEndedError, ChildProcess, Message, ProcessPool, answer_messages, limit_memory
 from ngramspec.errors import GrammarError
-from ngramspec.grammar.base import Grammar
 from ngramspec.grammar.compiling import (
     explain_error,
     get_byte_tokenizer,
@@ -21,6 +20,7 @@ from ngramspec.grammar.compiling import (
     probe_forced,
     translate_grammar,
 )
+from ngramspec.grammar.constraint import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ngramspec.errors import GrammarError
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

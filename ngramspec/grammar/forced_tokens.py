@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ngramspec.grammar.base import ConstraintLookahead
+from ngramspec.grammar.constraint import ConstraintLookahead
 from ngramspec.outputs import DraftTree
 
 SOURCE = "grammar"  # the drafter's name for forced tokens

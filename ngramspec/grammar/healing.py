@@ -1,7 +1,7 @@
 """Token healing: the first tokens of an output spell the text that the prompt's token ids leave out at their end.
 
 Behind the token `w` a model hardly ever writes `rapper`, since ` wrapper` is a token; it does where ` w` is left out of the prompt and the
-output is one whose text begins so. A `grammar.base.Constraint`, which holds for the first few tokens alone.
+output is one whose text begins so. A `grammar.constraint.Constraint`, which holds for the first few tokens alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Healing:
 
 
 class HealingLookahead:
-    """Walks ahead of an output (a `grammar.base.ConstraintLookahead`)."""
+    """Walks ahead of an output (a `grammar.constraint.ConstraintLookahead`)."""
 
     def __init__(self, spelling: Spelling, letters: str) -> None:
         self._spelling, self._path = spelling, [letters]

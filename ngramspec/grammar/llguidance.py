@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ngramspec.errors import GrammarError
-from ngramspec.grammar.base import Grammar
 from ngramspec.grammar.compiler_pool import GrammarCompilerPool
 from ngramspec.grammar.compiling import check_forced, explain_error, get_byte_tokenizer, make_matcher
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.grammar.json_layout import JsonLayout, JsonStyle
 from ngramspec.tokenizer.encode import Encoding
 
@@ -162,7 +162,7 @@ class JsonLayoutTracker:
 
 
 class GrammarState:
-    """The state of one text in its grammar (a `grammar.base.Constraint`).
+    """The state of one text in its grammar (a `grammar.constraint.Constraint`).
 
     While a grammar leaves no choice, llguidance computes all bytes up to the next choice for each mask. So the tokens of such a run are
     computed once, at its beginning, and the masks in it are made of them: a run of n tokens takes time in proportion to n, not to n².
@@ -261,7 +261,7 @@ class GrammarState:
 
 
 class GrammarLookahead:
-    """Walks ahead of a text (a `grammar.base.ConstraintLookahead`)."""
+    """Walks ahead of a text (a `grammar.constraint.ConstraintLookahead`)."""
 
     def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, tracker: JsonLayoutTracker | None, forced: Sequence[int]) -> None:
         """Start at the end of a text. `forced`: the rest of the run of forced tokens that it is in, or its first tokens."""

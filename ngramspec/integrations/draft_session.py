@@ -18,9 +18,9 @@ from ngramspec.defaults import ANSWERS, MAX_HISTORY
 from ngramspec.errors import InvalidInputError
 from ngramspec.integrations.host_step_timer import HostStepTimer
 from ngramspec.outputs import DraftTree, Stats
-from ngramspec.speculative.base import NO_TREE, DraftOptions, DraftParams
 from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.draft_stats import CountedPass, DraftStats
+from ngramspec.speculative.drafter import NO_TREE, DraftOptions, DraftParams
 from ngramspec.speculative.proposer import TreeProposer, warmup
 
 __all__ = ["Guest", "warmup"]

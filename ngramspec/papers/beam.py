@@ -20,12 +20,12 @@ import numpy as np
 
 from ngramspec.backends.base import Output, Runner
 from ngramspec.errors import OutOfMemoryError
-from ngramspec.grammar.base import Constraint
+from ngramspec.grammar.constraint import Constraint
 from ngramspec.kv_cache.blocks import BlockHashes
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Span, compute_depths, pack
 from ngramspec.sampling.sampler import NotFiniteError, apply_mask
-from ngramspec.speculative.base import DraftParams, PassTopK, Speculator, make_pass_topk
+from ngramspec.speculative.drafter import DraftParams, PassTopK, Speculator, make_pass_topk
 
 _FREE = np.ones(2)  # costs of rows that make every candidate worth its row
 NODES_PER_BEAM = 32  # nodes that drafts are chosen from

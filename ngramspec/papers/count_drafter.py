@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ngramspec.speculative.base import Candidates, SequenceInfo
+from ngramspec.speculative.drafter import Candidates, SequenceInfo
 
 # The lane of `sampler.uniform_bits` that draws the first draft for a position.
 DRAFT_LANE = 1

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.papers.heads import NOTHING, check_shapes, read_checkpoint
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 
 # Prefixes of tensor names that only EAGLE-3 has.
 EAGLE_3 = ("d2t", "t2d", "midlayer.", "lm_head.", "norm.")

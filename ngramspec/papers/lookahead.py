@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ngramspec.outputs import DraftTree
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 
 # Latest tokens for which a sequence's pool keeps n-grams.
 POOL = 4096

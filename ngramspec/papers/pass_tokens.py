@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ngramspec.outputs import DraftTree
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 
 # Assumed probability that the model accepts a token of the draft, and the factor of a look-ahead token.
 GUESSED, AHEAD = 0.5, 0.1

@@ -14,7 +14,7 @@ import numpy as np
 
 from ngramspec.outputs import KEPT, DraftTree
 from ngramspec.papers.shape import best_first
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 
 # Probability that the model accepts the candidate of each rank, counted over 2,000 tokens of SmolLM2-135M on Spec-Bench and HumanEval.
 RANKS = (0.38, 0.065, 0.05, 0.03, 0.025, 0.02, 0.02, 0.015)

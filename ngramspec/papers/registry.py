@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ngramspec.speculative.base import Drafter
+from ngramspec.speculative.drafter import Drafter
 
 
 def _make_model(argument: str) -> Drafter:

@@ -25,7 +25,7 @@ import numpy as np
 
 from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import GrammarError, InvalidInputError, NgramspecError
-from ngramspec.grammar.base import Constraint
+from ngramspec.grammar.constraint import Constraint
 from ngramspec.outputs import KEPT, TokenLogprob
 from ngramspec.sampling.numeric import bits_of_float, exp
 from ngramspec.sampling_params import SamplingParams

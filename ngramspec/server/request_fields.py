@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import GrammarError, TokenizerError
-from ngramspec.grammar.base import MAX_BYTES, MAX_CHOICES, Grammar
+from ngramspec.grammar.constraint import MAX_BYTES, MAX_CHOICES, Grammar
 from ngramspec.grammar.json_schema import prepare_lark
 from ngramspec.options import MAX_INT, ChoiceOf, Flag, Integer, Kind, Number, TextKind, TextList, TokenIds, options_of
 from ngramspec.prompts.fim import Fim

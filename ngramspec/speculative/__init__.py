@@ -4,7 +4,7 @@ Committed tokens enter, and draft nodes that are expected to pay for their rows 
 neither torch nor transformers (`trained` apart).
 """
 
-from ngramspec.speculative.base import Candidates, Drafter
+from ngramspec.speculative.drafter import Candidates, Drafter
 from ngramspec.speculative.proposer import TreeProposer, warmup
 
 __all__ = ["Candidates", "Drafter", "TreeProposer", "warmup"]

@@ -24,7 +24,18 @@ from ngramspec.sampling.batch import Span, concatenate_ragged, pack
 from ngramspec.sampling.topk import find_topk
 from ngramspec.sequence_table import MAX_NEW_TOKENS
 from ngramspec.speculative import features, ngram_table, tree_builder
-from ngramspec.speculative.base import (
+from ngramspec.speculative.budget.backoff import (
+    MAX_TIME_SHARE,
+    OWN_TIME_SHARE,
+    DatastoreSchedule,
+    DrafterBackoff,
+    is_unpredictable,
+    update_cooldown,
+)
+from ngramspec.speculative.calibration import list_reliability, new_calibration
+from ngramspec.speculative.datastore_drafter import MAX_STORES, Drafts, SuffixDrafter
+from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
+from ngramspec.speculative.drafter import (
     DRAFT_DEFAULTS,
     NO_TREE,
     Candidates,
@@ -44,17 +55,6 @@ from ngramspec.speculative.base import (
     is_sound,
     iterate_topk,
 )
-from ngramspec.speculative.budget.backoff import (
-    MAX_TIME_SHARE,
-    OWN_TIME_SHARE,
-    DatastoreSchedule,
-    DrafterBackoff,
-    is_unpredictable,
-    update_cooldown,
-)
-from ngramspec.speculative.calibration import list_reliability, new_calibration
-from ngramspec.speculative.datastore_drafter import MAX_STORES, Drafts, SuffixDrafter
-from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, make_cold_weights
 from ngramspec.speculative.features import ExternalTrees
 from ngramspec.speculative.output_cache import OutputCache

@@ -15,7 +15,7 @@ import numpy as np
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.outputs import DraftTree
-from ngramspec.speculative.base import (
+from ngramspec.speculative.drafter import (
     DRAFT_DEFAULTS,
     NO_TREE,
     Candidates,

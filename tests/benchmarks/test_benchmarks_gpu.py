@@ -26,7 +26,7 @@ from ngramspec import Engine, SamplingParams
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.shapes import read_shape
 from ngramspec.sampling.batch import compute_depths
-from ngramspec.speculative.base import DraftParams, SequenceInfo
+from ngramspec.speculative.drafter import DraftParams, SequenceInfo
 from ngramspec.speculative.single import SingleDrafter
 
 CONFIG = {

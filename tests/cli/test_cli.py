@@ -19,7 +19,7 @@ from ngramspec import ModelNotFoundError, OutOfMemoryError, __version__
 from ngramspec.cli import main as cli
 from ngramspec.cli.common import to_printable
 from ngramspec.datastore import TokenizerMismatchError
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.sampling_params import SamplingParams
 
 

@@ -27,8 +27,8 @@ from ngramspec.datastore.build import build
 from ngramspec.datastore.similar_files import CHUNK, DIM, STRIDE, SimilarFiles, cut_around, embed_prompt, embed_segment
 from ngramspec.datastore.suffix_array import sort_suffixes
 from ngramspec.datastore.update import merge, prune, update
-from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.drafter import DraftOptions
 from ngramspec.speculative.feature_weights import make_cold_weights
 from ngramspec.speculative.proposer import TreeProposer
 

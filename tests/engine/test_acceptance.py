@@ -13,7 +13,7 @@ from ngramspec import Engine, SamplingParams
 from ngramspec.engine.acceptance import Acceptance, ExactMatch, RelaxedAcceptance
 from ngramspec.outputs import BLOCK
 from ngramspec.papers.count_drafter import Counts
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 from ngramspec.speculative.single import SingleDrafter
 
 LETTERS = (97, 98, 99, 100, 101)

@@ -23,9 +23,9 @@ from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative import datastore_drafter, ngram_table
-from ngramspec.speculative.base import DraftOptions, DraftParams
 from ngramspec.speculative.budget.backoff import MAX_PERIOD
 from ngramspec.speculative.budget.threshold import SpeculationThreshold
+from ngramspec.speculative.drafter import DraftOptions, DraftParams
 from ngramspec.speculative.proposer import TreeProposer
 
 PROMPT = np.random.default_rng(0).integers(0, 250, 20).tolist()

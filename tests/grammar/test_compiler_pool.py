@@ -19,8 +19,8 @@ from fair_time import assert_within, count_seconds
 from ngramspec.child_process import ChildEndedError, ChildProcess
 from ngramspec.errors import GrammarError
 from ngramspec.grammar import compiler_pool, compiling
-from ngramspec.grammar.base import Grammar
 from ngramspec.grammar.compiler_pool import GrammarCompilerPool
+from ngramspec.grammar.constraint import Grammar
 
 GOOD = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
 SPECIAL = {256: "<|call|>", 319: "<|end|>"}

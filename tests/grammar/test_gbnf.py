@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ngramspec.errors import GrammarError
 from ngramspec.grammar import compiling
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.grammar.gbnf import Alt, Chars, Node, Ref, Repeat, Seq, Token, parse
 
 JSON = r"""

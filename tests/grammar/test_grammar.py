@@ -20,9 +20,9 @@ from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import GrammarError
 from ngramspec.grammar import compiling, forced_tokens
 from ngramspec.grammar import llguidance as grammars
-from ngramspec.grammar.base import Grammar
 from ngramspec.grammar.compiler_pool import GrammarCompilerPool
 from ngramspec.grammar.compiling import make_matcher
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.sampler import apply_mask
 from ngramspec.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, RootModel, SecretStr
 
 from ngramspec.errors import GrammarError
 from ngramspec.grammar import compiling
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.grammar.json_schema import FORMATS, prepare_lark, prepare_schema
 
 LENIENT = {"x-guidance": {"lenient": True, "whitespace_pattern": "[ ]+", "item_separator": ";"}}

@@ -11,7 +11,7 @@ from scipy.stats import chi2
 from ngramspec.papers.count_drafter import Counts, NgramModel
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.speculative.base import CanDraw, Drafter, NeedsModel, NeedsText, SequenceInfo
+from ngramspec.speculative.drafter import CanDraw, Drafter, NeedsModel, NeedsText, SequenceInfo
 
 V = 8
 TEXT = np.array([0, 1, 2, 0, 1, 3, 0, 1, 2, 4], np.int32)

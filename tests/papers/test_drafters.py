@@ -18,8 +18,8 @@ from ngramspec.papers.recycling import TokenRecycling
 from ngramspec.papers.registry import NAMES, make_drafter
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative import Drafter, TreeProposer
-from ngramspec.speculative.base import DraftOptions, Speculator
 from ngramspec.speculative.budget.backoff import DrafterBackoff
+from ngramspec.speculative.drafter import DraftOptions, Speculator
 from ngramspec.speculative.single import SingleDrafter
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)

@@ -22,7 +22,7 @@ from ngramspec.papers.blockwise import Blockwise
 from ngramspec.papers.eagle import Eagle
 from ngramspec.papers.heads import Medusa
 from ngramspec.papers.registry import make_drafter
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 
 TOKENS = np.random.default_rng(4).integers(0, 250, 30).astype(np.int32)
 

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from tokenizers import AddedToken
 
 from ngramspec.errors import GrammarError
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat, Tool
 from ngramspec.prompts.tool_calls.call_grammar import make_call_grammar
 from ngramspec.prompts.tool_calls.call_reader import CallReader

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 from ngramspec.speculative.proposer import TreeProposer
 
 POSITIONS = 448

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.request_fields import GenerationFields, read_grammar
 

@@ -7,8 +7,8 @@ import pytest
 
 from ngramspec.speculative import Candidates, TreeProposer
 from ngramspec.speculative import proposer as proposer_module
-from ngramspec.speculative.base import DraftOptions
 from ngramspec.speculative.budget.backoff import MAX_TIME_SHARE, WINDOW, DrafterBackoff
+from ngramspec.speculative.drafter import DraftOptions
 from ngramspec.speculative.feature_weights import make_cold_weights
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from ngramspec.outputs import Reliability
 from ngramspec.speculative import Candidates, TreeProposer
-from ngramspec.speculative.base import DraftOptions, DraftParams
 from ngramspec.speculative.calibration import (
     LEVELS,
     count_node,
@@ -17,6 +16,7 @@ from ngramspec.speculative.calibration import (
     new_calibration,
     record_candidate,
 )
+from ngramspec.speculative.drafter import DraftOptions, DraftParams
 
 VOCAB = 1000
 SLOT = np.zeros(1, np.int32)

@@ -19,7 +19,7 @@ from ngramspec.backends.base import HeadRows, Predicted
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import Completion, Stats
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.speculative.base import DraftOptions
+from ngramspec.speculative.drafter import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.speculative.trained.head_drafter import HeadDrafter
 

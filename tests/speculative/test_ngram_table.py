@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngramspec.speculative import ngram_table
-from ngramspec.speculative.base import DraftOptions
+from ngramspec.speculative.drafter import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
 
 NONE = [np.empty(0, np.int32)]

@@ -12,8 +12,8 @@ from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import find_topk
 from ngramspec.speculative import Candidates, Drafter, TreeProposer, features, tree_builder, warmup
-from ngramspec.speculative.base import DraftOptions, DraftParams, PassTopK
 from ngramspec.speculative.budget import marginal_cost
+from ngramspec.speculative.drafter import DraftOptions, DraftParams, PassTopK
 from ngramspec.speculative.feature_weights import load_weights, make_cold_weights, save_weights
 from ngramspec.speculative.output_cache import TENANTS
 from ngramspec.speculative.proposer import SOURCES

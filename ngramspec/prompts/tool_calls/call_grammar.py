@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.grammar.json_schema import OPTIONS, WHITESPACE, prepare_schema
 from ngramspec.prompts.tool_calls.call_formats import PLACEHOLDERS, CallFormat, Pairs, Tool
 from ngramspec.prompts.tool_calls.call_values import collect_types

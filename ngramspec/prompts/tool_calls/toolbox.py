@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jsonschema_rs
 
 from ngramspec.errors import GrammarError, InvalidInputError
-from ngramspec.grammar.base import MAX_BYTES, Grammar
+from ngramspec.grammar.constraint import MAX_BYTES, Grammar
 from ngramspec.prompts.tool_calls.call_formats import CallFormat, Tool
 from ngramspec.prompts.tool_calls.call_grammar import make_call_grammar
 from ngramspec.prompts.tool_calls.call_scanner import KnownTools

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Request
 
 from ngramspec import __version__
 from ngramspec.engine.llm_engine import Hints
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.prompts.fim import MAX_UNFINISHED
 from ngramspec.sampling_params import MAX_SEED, SamplingParams
 from ngramspec.server.auth import Identity, check_site, identify, require_operator

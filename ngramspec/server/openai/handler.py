@@ -18,7 +18,7 @@ from typing import Any, Literal
 from fastapi.responses import JSONResponse
 
 from ngramspec.engine.llm_engine import Hints, Request
-from ngramspec.grammar.base import Grammar
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.outputs import Choice, Completion, Delta
 from ngramspec.prompts.chat_template import ANSWER, Prompts, Style
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser

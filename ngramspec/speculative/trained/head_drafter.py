@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ngramspec.backends.base import HeadRows, Predicted, PredictionHead
-from ngramspec.speculative.base import Candidates
+from ngramspec.speculative.drafter import Candidates
 
 LENGTH = 5  # Most levels.
 SIBLINGS = 4  # Most tokens of a level.

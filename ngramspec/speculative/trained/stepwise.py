@@ -17,7 +17,7 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.base import Candidates, SequenceInfo
+from ngramspec.speculative.drafter import Candidates, SequenceInfo
 
 LENGTH = 5
 
