@@ -90,7 +90,10 @@ class Prompts:
         self._specials = {token.content: number for number, token in controls.items() if token.special}
         self.marks = {number: token for token, number in self._specials.items()}
         """The tokens that no text shows, some of which tell of a call."""
-        self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
 
     def to_continue(self, text: str, *, parse_special: bool) -> list[int]:
         """Return the ids of a text to be continued, after the token that the tokenizer begins texts with, if any. Raises TokenizerError."""
@@ -315,20 +318,11 @@ class Prompts:
         """Return what the tokenizer's `apply_chat_template` says, within limits. Raises ValueError."""
         told = {"messages": [{name: value for name, value in message.items() if value is not None} for message in messages]}
         told |= {"tools": tools or None, "documents": None, "add_generation_prompt": answer_follows}  # type: ignore[dict-item]
-        template = self._tool_template if tools else self._template
+        template = self._tokenizer.get_chat_template(None, tools or None)
         today = datetime.date.today()
         defaults = {name: today.strftime(form) for name, form in DATES.items()}
         defaults["functions"] = json.dumps(tools, ensure_ascii=False, indent=4) if tools else ""  # Firefunction's, which has no `tools`
         return get_template_processes().render(template, {**self._tokenizer.special_tokens_map, **defaults, **variables, **told})
-
-    @cached_property
-    def _template(self) -> str:
-        return str(self._tokenizer.get_chat_template(None, None))
-
-    @cached_property
-    def _tool_template(self) -> str:
-        """The template of a conversation with tools; some models have two."""
-        return str(self._tokenizer.get_chat_template(None, []))
 
     def check_template(self) -> None:
         """Raises UnsupportedModelError for a template that takes more time or memory than it may for a conversation of a few words."""
