@@ -5,7 +5,7 @@ Dicts enter, turns and a `Toolbox` leave; every error names the field at fault. 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ngramspec.errors import InvalidInputError
@@ -26,9 +26,15 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
         raise _make_error("messages", 'must be a list such as [{"role": "user", "content": "…"}]', messages)
     if not messages:
         raise InvalidInputError("messages: at least one is needed", param="messages")
-    turns, names = list[Turn](), dict[str, str]()  # names: of the calls so far, by their ids
+    return read_turns(messages, _read_message)
+
+
+def read_turns(messages: Sequence[M], read: Callable[[M, str, dict[str, str]], Turn]) -> list[Turn]:
+    """Return what `read` makes of each message, its place and the names of the calls before it by their ids. Raises what it raises."""
+    turns: list[Turn] = []
+    names: dict[str, str] = {}
     for i, message in enumerate(messages):
-        turns.append(_read_message(message, f"messages[{i}]", names))
+        turns.append(read(message, f"messages[{i}]", names))
         names |= {call.id: call.name for call in turns[-1].calls}
     return turns
 

@@ -5,7 +5,6 @@ A checked request becomes one `EngineInput` as a chat's does; its completion or 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.error_responses import format_anthropic_error, rename_params
 from ngramspec.server.middleware import ParsedBodyRoute
-from ngramspec.server.openai.handler import CompletionHandler, Conversation, read_arguments
+from ngramspec.server.openai.handler import Conversation, InputHandler, read_arguments
 from ngramspec.server.queue import Piece
 from ngramspec.server.sse import GENERATES, EventStream
 from ngramspec.server.state import ServerState
@@ -39,9 +38,7 @@ def make_router(state: ServerState) -> APIRouter:
         with _rename_params():
             handler = _MessageHandler(state, prompts, body, identity)
             with state.admission.reserve() as reservation:
-                inputs = [await state.encoders.run(identity.tenant, handler.n_chars, handler.make_input)]
-                if inputs[0].params.grammar is not None:
-                    await asyncio.to_thread(handler.compile_grammar, inputs[0])
+                inputs = [await handler.prepare_input(state.encoders, identity.tenant)]
                 if handler.streams:
                     events = handler.stream_events(state.admission.stream(reservation, http, inputs), len(inputs[0].prompt))
                     return EventStream(
@@ -71,7 +68,7 @@ def _make_conversation(state: ServerState, prompts: Prompts, body: CountTokensRe
     return Conversation(state, prompts, turns, body.toolbox, "messages", style)
 
 
-class _MessageHandler(CompletionHandler):
+class _MessageHandler(InputHandler):
     """One request of /v1/messages."""
 
     def __init__(self, state: ServerState, prompts: Prompts, body: MessagesRequest, identity: Identity) -> None:

@@ -6,7 +6,6 @@ statistics. The fields of requests are in `schemas`.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
@@ -39,7 +38,7 @@ from ngramspec.server.ollama.schemas import (
     VersionResponse,
 )
 from ngramspec.server.openai.chat import describe_logprobs
-from ngramspec.server.openai.handler import CompletionHandler, Conversation, make_params, read_arguments
+from ngramspec.server.openai.handler import Conversation, InputHandler, make_params, read_arguments
 from ngramspec.server.queue import Piece
 from ngramspec.server.request_fields import FieldGrammar, check_grammar, read_grammar, read_unfinished
 from ngramspec.server.sse import GENERATES_LINES, JsonLines
@@ -133,7 +132,7 @@ class _Models:
         return {"parent_model": "", "format": "gguf", "family": family, "families": [family]} | quantised
 
 
-class _OllamaHandler(CompletionHandler):
+class _OllamaHandler(InputHandler):
     """One request of /api/chat or /api/generate."""
 
     is_chat = True
@@ -325,9 +324,7 @@ async def _answer(state: ServerState, handler: _OllamaHandler, http: Request, id
     if handler.is_empty:
         return handler.answer_empty()
     with state.admission.reserve() as reservation:
-        inputs = [await state.encoders.run(identity.tenant, handler.n_chars, handler.make_input)]
-        if inputs[0].params.grammar is not None:
-            await asyncio.to_thread(handler.compile_grammar, inputs[0])
+        inputs = [await handler.prepare_input(state.encoders, identity.tenant)]
         if handler.streams:
             return JsonLines(reservation, handler.stream_events(state.admission.stream(reservation, http, inputs)))
         (completion,) = await state.admission.complete(reservation, http, inputs)

@@ -5,7 +5,6 @@ A checked request becomes one `EngineInput`; its completion or deltas become an 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts, Style
-from ngramspec.prompts.messages import PARTS
+from ngramspec.prompts.messages import PARTS, read_turns
 from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
@@ -23,7 +22,7 @@ from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput, encode_prediction
 from ngramspec.server.error_responses import make_field_error, require
 from ngramspec.server.middleware import ParsedBodyRoute
-from ngramspec.server.openai.handler import CompletionHandler, Conversation
+from ngramspec.server.openai.handler import Conversation, InputHandler
 from ngramspec.server.openai.schemas import (
     ApplyTemplateRequest,
     ApplyTemplateResponse,
@@ -59,9 +58,7 @@ def make_router(state: ServerState) -> APIRouter:
         """Answer a conversation."""
         handler = _ChatHandler(state, prompts, texts, body, identity)
         with state.admission.reserve(handler.n) as reservation:
-            inputs = [await state.encoders.run(identity.tenant, handler.n_chars, handler.make_input)]
-            if inputs[0].params.grammar is not None:
-                await asyncio.to_thread(handler.compile_grammar, inputs[0])
+            inputs = [await handler.prepare_input(state.encoders, identity.tenant)]
             if handler.streams:
                 pieces = state.admission.stream(reservation, http, inputs)
                 return EventStream(reservation, handler.stream_events(handler.follow(reservation, pieces), reservation.requests))
@@ -90,7 +87,7 @@ def make_router(state: ServerState) -> APIRouter:
     return routes
 
 
-class _ChatHandler(CompletionHandler):
+class _ChatHandler(InputHandler):
     """One request of /v1/chat/completions."""
 
     def __init__(self, state: ServerState, prompts: Prompts, texts: TokenTexts, body: ChatRequest, identity: Identity) -> None:
@@ -247,10 +244,7 @@ class _ChatHandler(CompletionHandler):
 
 def make_conversation(state: ServerState, prompts: Prompts, body: ChatPrompt) -> Conversation:
     """Return the conversation that a request asks to continue. Raises ApiError (400)."""
-    turns, names = list[Turn](), dict[str, str]()  # names: of the calls so far, by their ids
-    for i, message in enumerate(body.messages):
-        turns.append(_read_turn(message, f"messages[{i}]", names))
-        names |= {call.id: call.name for call in turns[-1].calls}
+    turns = read_turns(body.messages, _read_turn)
     answer_follows, goes_on = body.add_generation_prompt is not False, bool(body.continue_final_message)
     if goes_on and answer_follows:
         why = "only with add_generation_prompt false: a message goes on, or another begins"

@@ -27,6 +27,7 @@ from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server import response_stats
 from ngramspec.server.auth import Identity
+from ngramspec.server.encoding import Encoders
 from ngramspec.server.engine_input import ALL, EngineInput, check_token_ids, cut_prompt, make_hints, read_bias
 from ngramspec.server.error_responses import make_bad_request, make_context_error, make_field_error
 from ngramspec.server.openai.schemas import OpenAIRequest, ServerFields
@@ -165,6 +166,28 @@ class CompletionHandler:
         if not self.include_usage:
             return [self.make_head(kind) | {"choices": []} | extras] if extras else []
         return [self.make_head(kind) | {"choices": [], "usage": self.describe_usage(completions, silent=silent)} | extras]
+
+
+class InputHandler(CompletionHandler):
+    """Makes one input of a request, and its answer."""
+
+    n_chars: int
+    """Characters of the prompt."""
+
+    def make_input(self) -> EngineInput:
+        """Return what the engine is asked; for `Encoders`. Raises ApiError, ValueError."""
+        raise NotImplementedError
+
+    def compile_grammar(self, asked: EngineInput) -> None:
+        """Compile the request's grammar, which may take seconds. Raises ApiError (400)."""
+        raise NotImplementedError
+
+    async def prepare_input(self, encoders: Encoders, tenant: str) -> EngineInput:
+        """Make the input in the encoders' threads, and compile its grammar, if it has one, in another. Raises ApiError."""
+        asked = await encoders.run(tenant, self.n_chars, self.make_input)
+        if asked.params.grammar is not None:
+            await asyncio.to_thread(self.compile_grammar, asked)
+        return asked
 
 
 @dataclass(slots=True)

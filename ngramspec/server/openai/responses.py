@@ -6,7 +6,6 @@ and its answer are kept for requests that go on from it.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -23,7 +22,7 @@ from ngramspec.server.engine_input import EngineInput
 from ngramspec.server.error_responses import ApiError, make_field_error
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.chat import describe_logprobs
-from ngramspec.server.openai.handler import TEMPERATURE, CompletionHandler, Conversation
+from ngramspec.server.openai.handler import TEMPERATURE, Conversation, InputHandler
 from ngramspec.server.openai.response_store import ResponseStore
 from ngramspec.server.openai.responses_schemas import DeletedResponse, Response, ResponseInputTokens, ResponsesRequest, in_its_words
 from ngramspec.server.openai.stored_items import begin_item, end_item, extend_item, list_input_items, replay_response
@@ -55,9 +54,7 @@ def make_router(state: ServerState) -> APIRouter:
         with in_its_words():
             handler = _ResponseHandler(state, prompts, body, identity, store, texts)
             with state.admission.reserve() as reservation:
-                inputs = [await state.encoders.run(identity.tenant, handler.n_chars, handler.make_input)]
-                if inputs[0].params.grammar is not None:
-                    await asyncio.to_thread(handler.compile_grammar, inputs[0])
+                inputs = [await handler.prepare_input(state.encoders, identity.tenant)]
                 if handler.streams:
                     events = handler.stream_events(
                         handler.follow(reservation, state.admission.stream(reservation, http, inputs)), reservation.requests
@@ -117,7 +114,7 @@ def _make_conversation(state: ServerState, prompts: Prompts, body: ResponsesRequ
     return Conversation(state, prompts, body.turns, body.box, "input", body.make_style())
 
 
-class _ResponseHandler(CompletionHandler):
+class _ResponseHandler(InputHandler):
     """One request of /v1/responses."""
 
     def __init__(
