@@ -98,10 +98,7 @@ class NativeSteps:
         if not (self._fits and rule.matches_by_pass and all(_runs_natively(each.seq) for each in rows)):
             return None
         seqs, drafting = [each.seq for each in rows], None
-        slots, speculates = (
-            [seq.slot for seq in seqs if seq.speculation],
-            any(seq.n_tokens + 1 < seq.limit for seq in seqs if seq.speculation),
-        )
+        slots, speculates = [seq.slot for seq in seqs if seq.speculation], any(seq.max_depth > 0 for seq in seqs)
         longest = max(seq.n_tokens for seq in seqs)
         forward = self._runner.native_forward()
         if forward is None:
@@ -224,7 +221,7 @@ def _runs_natively(seq: Sequence) -> bool:
 def _list_draws(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:
     """Return how the sequences above temperature 0 draw, as `DrawParams` has it."""
     drawn = [seq for seq in seqs if not seq.sampler.greedy]
-    return tuple(make_draw_params([seq.sampler for seq in drawn], [seq.n_tokens - seq.n_prompt for seq in drawn])) if drawn else _NO_DRAWS
+    return tuple(make_draw_params([seq.sampler for seq in drawn], [seq.n_output for seq in drawn])) if drawn else _NO_DRAWS
 
 
 def _list_members(

@@ -190,7 +190,7 @@ class Request:
             completion.cached_tokens = self.seqs[0].n_cached
         if not completion.ttft_s and seq.choice.token_ids:
             completion.ttft_s = now
-        if not self._streams and not seq.finished and len(seq.choice.token_ids) - seq.n_sent < DETOKENIZED_AT_ONCE:
+        if not self._streams and not seq.finished and seq.n_unsent < DETOKENIZED_AT_ONCE:
             return False
         delta = seq.make_delta()
         self._n_unfinished -= seq.finished

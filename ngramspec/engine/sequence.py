@@ -103,8 +103,7 @@ class Sequence:
         self._n_wordless = 0  # 1 once the last token is a stop token, which has no text
         self._closed = False
         self._new_text = ""  # not yet in a delta
-        self.n_sent = 0
-        """Tokens that are in deltas."""
+        self._n_sent = 0  # tokens that are in deltas
 
     @property
     def tokens(self) -> np.ndarray:
@@ -114,6 +113,16 @@ class Sequence:
     @property
     def n_output(self) -> int:
         return self.n_tokens - self.n_prompt
+
+    @property
+    def n_unsent(self) -> int:
+        """Return how many tokens are in no delta yet."""
+        return len(self.choice.token_ids) - self._n_sent
+
+    @property
+    def max_depth(self) -> int:
+        """Return the deepest useful draft node: one more token always comes from the model itself."""
+        return self.limit - self.n_tokens - 1 if self.speculation else 0
 
     def sample(self, row: np.ndarray) -> tuple[int, TokenLogprob | None]:
         """Sample the next token from logits row [V] -> it and its log-probability, None if that is not wanted."""
@@ -218,7 +227,7 @@ class Sequence:
     def make_delta(self) -> Delta:
         """Return what the sequence got since the last delta, with its text brought up to date."""
         self.show()
-        choice, n = self.choice, self.n_sent
+        choice, n = self.choice, self._n_sent
         delta = Delta(
             choice.index,
             self._new_text,
@@ -229,7 +238,7 @@ class Sequence:
             logprobs=choice.logprobs[n:] if choice.logprobs is not None else None,
             stop_reason=choice.stop_reason,
         )
-        self._new_text, self.n_sent = "", len(choice.token_ids)
+        self._new_text, self._n_sent = "", len(choice.token_ids)
         return delta
 
     def _add_text(self, piece: str) -> None:

@@ -280,7 +280,7 @@ class Core:
             banned=tuple(token for token, bias in seq.params.logit_bias.items() if bias <= -100),
             stops=tuple(seq.stop_ids),
             prediction=seq.prediction,
-            n_output=seq.n_tokens - seq.n_prompt,
+            n_output=seq.n_output,
             tenant=seq.tenant,
             datastores=seq.datastores,
             temperature=seq.params.temperature,
@@ -294,7 +294,7 @@ class Core:
             each.seq.tree = None
         sampling = [each.seq for each in rows if each.samples]
         # the deepest useful node: one more token always comes from the model itself
-        depths = np.array([seq.limit - seq.n_tokens - 1 if seq.speculation else 0 for seq in sampling], np.int32)
+        depths = np.array([seq.max_depth for seq in sampling], np.int32)
         seqs = [seq for seq, depth in zip(sampling, depths.tolist(), strict=True) if depth > 0]
         self._n_drafting, self._speculates = 0, bool(seqs) and not self.lacks_code
         if not self._speculates:
@@ -441,7 +441,7 @@ class Core:
     def _finish(self, seq: Sequence) -> None:
         self.remove(seq)
         if seq.speculation and seq.tenant is not None and not self.lacks_code:
-            self.speculator.remember(seq.buffer[seq.n_prompt : seq.n_tokens], seq.tenant)
+            self.speculator.remember(seq.tokens[seq.n_prompt :], seq.tenant)
 
     def _fail(self, seq: Sequence, error: Exception) -> None:
         self.remove(seq)

@@ -15,6 +15,7 @@ from ngramspec.datastore.code_cache import njit
 from ngramspec.errors import OutOfMemoryError
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
+from ngramspec.sampling.batch import Span
 
 
 @njit(cache=True, nogil=True)
@@ -113,6 +114,9 @@ class KVPool(BlockTables):
             keys[b, :, :, j] = keys[a, :, :, i]
             values[b, :, j] = values[a, :, i]
         return True
+
+    def check_positions(self, spans: Sequence[Span]) -> None:
+        """Check that sequences can be continued where their rows begin, which matters where layers keep a state."""
 
     def forget_copies(self) -> None:
         """Forget what a pass has copied of states, after one that failed."""

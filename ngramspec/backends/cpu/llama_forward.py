@@ -239,8 +239,7 @@ class LlamaDecoder:
         if of_model is not model or before is not current:
             publish_pass(self._shared, model, current)
             team.published = model, current
-        if team.n_threads < threads - 1:
-            team.grow(threads - 1, compute, False, self._run_thread, self._shared, team.state)
+        team.grow(threads - 1, compute, False, self._run_thread, self._shared, team.state)
         compute(True, self._run_thread, self._shared, team.state)
 
     def join_threads(self, other: LlamaDecoder) -> None:

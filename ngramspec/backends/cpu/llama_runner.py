@@ -250,8 +250,7 @@ class LlamaRunner(Runner):
         """Run a pass through some layers, between embedding and head."""
         started = time.perf_counter()
         assert self.decoder is not None
-        if isinstance(self.pool, RecurrentPool):
-            self.pool.check_positions(batch.spans)
+        self.pool.check_positions(batch.spans)
         computed = self.decoder.run(
             batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states, n_best=self._n_best
         )

@@ -114,7 +114,6 @@ class ThreadTeam:
 
     def __init__(self) -> None:
         self.state = np.zeros((_LINES, COUNTERS), np.int64)
-        self.n_threads = 0
         self.published: tuple[object, object] = None, None
         """The model and the pass that the threads share at present."""
         self._threads: list[threading.Thread] = []
@@ -122,15 +121,13 @@ class ThreadTeam:
 
     def grow(self, n_threads: int, serve: Callable[..., None], *args: Any) -> None:
         """Start threads until there are `n_threads`; each calls serve(*args), which returns once `wait_for_pass` has returned -1."""
-        while self.n_threads < n_threads:
+        while len(self._threads) < n_threads:
             self._threads.append(threading.Thread(target=serve, args=args, name="ngramspec-pass", daemon=True))
             self._threads[-1].start()
-            self.n_threads += 1
 
     def stop(self) -> None:
         """End all threads, after the pass that they are in."""
         _stop_team(self.state)
-        self.n_threads = 0
         while self._threads:
             self._threads.pop().join()
 
