@@ -1,4 +1,4 @@
-"""What llama-cpp-python, vLLM and transformers call things, and what to write here instead: for the errors of wrong calls.
+"""What llama.cpp, vLLM and transformers call things, and what to write here instead: for the errors of wrong calls and commands.
 
 A name that is not known here enters, the text of an error leaves. Nothing is accepted under a foreign name.
 """
@@ -89,11 +89,43 @@ _METHODS = {
     "shutdown": "close()",
     "unload": "close()",
 }
+# Options of llama-server, llama-cli and `vllm serve`
+FLAGS = {
+    "-c --ctx-size": "--max-model-len",
+    "-ngl --gpu-layers --n-gpu-layers": "--device cuda (a model is on one device)",
+    "-np --parallel --max-num-seqs": "--max-seqs",
+    "-t": "--threads",
+    "-tb --threads-batch": "--threads, which counts for prompts too",
+    "-b --batch-size -ub --ubatch-size --max-num-batched-tokens": "nothing: the rows of a pass are chosen from measured times",
+    "-p --prompt": "the prompt as the argument: ngramspec complete 'def f(n):'",
+    "-n --n-predict --predict": "--max-tokens of `complete`, or --sampling max_tokens=N of `serve`",
+    "--temp": "--temperature of `complete`, or --sampling temperature=F of `serve`",
+    "--repeat-penalty": "--repetition-penalty of `complete`, or --sampling repetition_penalty=F of `serve`",
+    "-md --model-draft --spec-draft-model": "--draft-model; drafts need no second model",
+    "--draft --draft-n --draft-max --spec-draft-n-max": "--spec-length",
+    "--speculative-config --spec-type": "nothing: drafts are on; --drafter adds a drafter, --no-spec switches drafts off",
+    "--served-model-name": "--alias",
+    "--hf-file -hff": "--model org/name/file.gguf",
+    "-ctk --cache-type-k -ctv --cache-type-v --kv-cache-dtype": "--kv-dtype",
+    "--quantization": "--quantize, or a file that is quantised already",
+    "--enable-prefix-caching --cache-reuse --cache-prompt": "nothing: the prefix cache is on; --prefix-cache FOLDER keeps it on disk",
+    "--jinja -fa --flash-attn --mlock --no-mmap --enable-auto-tool-choice --tool-call-parser --reasoning-parser": "nothing: leave it out",
+    "--trust-remote-code": "nothing: a model's own code is never run",
+    "-tp --tensor-parallel-size -ts --tensor-split": "nothing: a model is on one device",
+    "--lora --enable-lora": "nothing: adapters are not supported; merge them into the model",
+    "--embedding --embeddings": "nothing: the server makes no embeddings",
+    "-mm --mmproj": "nothing: the text part of a model runs without it",
+}
 
 
 def explain_import(name: str) -> str:
     """Return the error of an import of a foreign engine's class."""
     return f"ngramspec has no {name}: from ngramspec import Engine, then Engine(model).complete(prompt, max_tokens=64)"
+
+
+def explain_flag(flag: str) -> str | None:
+    """Return what to write instead of another program's option; None if no other program is known to have it."""
+    return next((ours for names, ours in FLAGS.items() if flag in names.split()), None)
 
 
 def explain_options(unknown: Iterable[str], known: Collection[str]) -> str:

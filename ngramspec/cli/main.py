@@ -38,6 +38,14 @@ _COMMANDS = {
 }
 
 
+# What was probably meant by a word too many, by command
+_EXTRA_ARGUMENTS = {
+    "serve": "name the model with --model, or -hf org/name:Q4_K_M",
+    "complete": "put the prompt in quotes, so that it is one argument",
+    "beam": "put the prompt in quotes, so that it is one argument",
+}
+
+
 class _PlainValues:
     """Takes values of options that are plainly what they are to be: typer asks pydantic about all, whose import takes a tenth of a start.
 
@@ -94,7 +102,7 @@ class _Group(_PlainValues, TyperGroup):
 app = typer.Typer(
     name="ngramspec",
     cls=_Group,
-    help="Language model completions sooner, token for token the same: drafts come from text that is already there.",
+    help="Run a language model faster with the same output, token for token: it verifies drafts from text that already exists.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -191,9 +199,22 @@ def _format_message(error: Exception) -> str:
     context: Any = getattr(error, "ctx", None)
     if message.startswith("No such command") and message.endswith("."):  # else typer has named the nearest one
         message = f"{message[:-1]}; accepted: {', '.join(context.command.commands)}"
+    elif flag := getattr(error, "option_name", None) if message.startswith("No such option") else None:
+        message = _explain_option(flag) or message
+    elif message.startswith("Got unexpected extra argument") and (hint := _EXTRA_ARGUMENTS.get(context.command.name)):
+        message = f"{message}; {hint}"
     # What to do about a model may be a command, on a line of its own. All else is one line, whatever a file is called.
     lines = message.split("\n") if isinstance(error, ModelNotFoundError) else [message]
     return "\n".join(map(to_printable, lines))
+
+
+def _explain_option(flag: str) -> str | None:
+    """Return the error of an option that llama.cpp or vLLM have; None for any other."""
+    from ngramspec.foreign_names import explain_flag
+
+    given = next((word for word in sys.argv[1:] if word.startswith(flag)), flag)  # -ngl, of which the parser names -n alone
+    ours = explain_flag(given.partition("=")[0])
+    return ours and f"No such option: {given}; use {ours}"
 
 
 def _print_version(asked: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import typer
 from playback import PlaybackEngine, run
 from typer.testing import CliRunner
 
-from ngramspec import config, sampling_params
+from ngramspec import config, foreign_names, sampling_params
 from ngramspec.cli import common
 from ngramspec.cli import complete as complete_module
 from ngramspec.cli.common import BadInputError, parse_size
@@ -116,6 +117,33 @@ def test_variables_set_what_no_option_does(
         assert run(monkeypatch, command, *(["x", "-q"] if command != "serve" else [])) == 2
         assert "NGRAMSPEC_THREAD is no setting; NGRAMSPEC_THREADS is one" in capsys.readouterr().err
         monkeypatch.delenv("NGRAMSPEC_THREAD")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "-c", "4096"], "No such option: -c; use --max-model-len\n"),
+        (["serve", "--ctx-size=4096"], "No such option: --ctx-size=4096; use --max-model-len\n"),
+        (["serve", "-ngl", "99"], "No such option: -ngl; use --device cuda"),
+        (["serve", "--max-num-seqs", "8"], "No such option: --max-num-seqs; use --max-seqs\n"),
+        (["complete", "--n-predict", "8", "x"], "No such option: --n-predict; use --max-tokens"),
+        (["complete", "--max-token", "8", "x"], "No such option: --max-token (Possible options: "),
+        (["serve", "model.gguf"], "unexpected extra argument(s) (model.gguf); name the model with --model"),
+        (["complete", "def", "f():"], "unexpected extra argument(s) (f():); put the prompt in quotes"),
+    ],
+)
+def test_what_other_programs_take_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_explained_options_are_ours() -> None:
+    known = {flag for command in FLAGS for flag in flags(command)}
+    for names, ours in foreign_names.FLAGS.items():
+        assert set(re.findall(r"--[a-z][a-z-]+", ours)) <= known
+        assert not set(names.split()) & set(flags("serve"))
 
 
 @pytest.fixture
