@@ -133,7 +133,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     else:
         raise BadInputError("there is no prompt: give a PROMPT, --file FILE, or - and text on standard input")
     if not text:
-        raise BadInputError("the prompt is empty")
+        raise BadInputError("the prompt is empty: give text as an argument in quotes, by --file FILE, or on standard input")
     return text
 
 
@@ -172,13 +172,14 @@ def format_size(n_bytes: int) -> str:
 
 def open_store(folder: Path | str) -> Datastore:
     """Open the datastore of a --datastore, before a model is loaded, so that a wrong one is reported at once. Raises BadInputError."""
-    from ngramspec.datastore.errors import DatastoreError
+    from ngramspec.datastore.errors import DatastoreError, DatastoreNotFoundError
     from ngramspec.datastore.reader import Datastore
 
     try:
         store = Datastore.open(folder)
     except DatastoreError as error:
-        raise BadInputError(f"--datastore: {error}") from error
+        hint = "; `ngramspec build-datastore` makes one" if isinstance(error, DatastoreNotFoundError) else ""
+        raise BadInputError(f"--datastore: {error}{hint}") from error
     store.release()
     return store
 

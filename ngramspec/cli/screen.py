@@ -37,7 +37,7 @@ def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         with console.status("starting") as status:
             yield lambda message: status.update(Text(to_printable(message)))
     else:
-        yield common.ThrottledLines(lambda message: print(f"ngramspec: {to_printable(message)}", file=sys.stderr))
+        yield common.ThrottledLines(lambda message: print(f"ngramspec: {to_printable(message)}\n", end="", file=sys.stderr))
 
 
 def find_verbatim_runs(sources: Sequence[str | None]) -> list[tuple[str, int]]:

@@ -14,12 +14,12 @@ from ngramspec.datastore.cache_dir import expand_home
 from ngramspec.errors import ModelNotFoundError
 from ngramspec.models import gguf, header_limits, hub
 from ngramspec.models.shapes import PREFIX as RANDOM
-from ngramspec.models.shapes import SHAPES, read_shape
+from ngramspec.models.shapes import read_shape
 from ngramspec.models.smollm2 import smollm2_gguf
 
 ACCEPTED = (
     "a folder with config.json and safetensors, a .gguf file, a hub name such as org/name, org/name:Q4_K_M or org/name/file.gguf, smollm2, "
-    f"or random:NAME for random weights in the shape of {', '.join(SHAPES)} or a config.json"
+    "or random:NAME for random weights"
 )
 HUB_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
 HUB_MODEL = [*HUB_TOKENIZER, "*.safetensors"]
@@ -54,7 +54,7 @@ def resolve(spec: str) -> Path | str:
         if (path / "config.json").is_file():
             return path
         inside = sorted(p.name for p in path.glob("*.gguf"))
-        hint = f"; name one of its GGUF files: {', '.join(inside)}" if inside else ""
+        hint = f"; name one of its GGUF files: {', '.join(inside)}" if inside else f"; accepted: {ACCEPTED}"
         raise ModelNotFoundError(f"the folder {spec!r} has no config.json, so it holds no model{hint}")
     if path.is_file():
         if gguf.is_gguf(path):

@@ -399,7 +399,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error
+        hint = "; another program listens there, perhaps an earlier server: stop it, or choose another --port"
+        why = os.strerror(error.errno) + hint if error.errno == errno.EADDRINUSE else error.strerror or error
+        raise OSError(f"cannot listen at {host} port {port}: {why}") from error
 
 
 def listen_at_path(path: str) -> socket.socket:

@@ -257,7 +257,11 @@ def test_standard_streams_that_are_closed() -> None:
     code += "cli.main = lambda real=cli.main: (print([open(path).fileno() > 2 for path in [os.devnull] * 3]), real())\ncli.run_command()"
     command = ["sh", "-c", f'"{sys.executable}" -c "$0" complete -q <&- "$@"', code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "[True, True, True]\n", "ngramspec: the prompt is empty\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "[True, True, True]\n",
+        "ngramspec: the prompt is empty: give text as an argument in quotes, by --file FILE, or on standard input\n",
+    )
     for closed in ("1", "2"):
         command = ["sh", "-c", f'"{sys.executable}" -c "$0" --version {closed}>&-', code]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
