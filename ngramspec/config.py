@@ -26,43 +26,46 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         ChoiceOf(("auto", "float32", "bfloat16", "float16")),
-        "float32; on CUDA bfloat16, float16 or float32. auto: the first of these.",
+        "Number format of weights that are not quantised: float32 on the CPU; bfloat16 (auto), float16 or float32 on CUDA.",
         panel=_MODEL,
     )
     precision: str = option(
         "auto",
         ChoiceOf(("auto", "int8", "float32")),
-        "On the CPU, of products with weights in blocks of codes (GGUF's Q2_K to Q8_0): int8 takes activations as 8-bit codes, as "
-        "llama.cpp does; float32 gives transformers' own sums and takes longer. auto: int8 for such weights, float32 for others.",
+        "On the CPU, how quantised weights (GGUF's Q2_K to Q8_0) are multiplied. int8 rounds activations to 8 bits, as llama.cpp does; "
+        "float32 computes what transformers computes and takes longer. auto: int8 for quantised weights, float32 for others.",
         metavar="auto|int8|float32",
         panel=_MODEL,
     )
     kv_dtype: str = option(
         "auto",
         ChoiceOf(("auto", "float32", "float16")),
-        "On the CPU, how keys and values are kept. auto: float16 with int8, else float32.",
+        "On the CPU, the number format of the KV cache. auto: float16 with precision int8, else float32.",
         metavar="auto|float32|float16",
         panel=_MODEL,
     )
     quantize: str = option(
         "none",
         ChoiceOf(("none", "q8_0")),
-        "On the CPU, make blocks of 8-bit codes of weights that are not in blocks, while loading: q8_0, GGML's.",
+        "On the CPU, quantise weights of float32, float16 or bfloat16 to 8 bits (GGML's q8_0) while loading.",
         metavar="none|q8_0",
         panel=_MODEL,
     )
     threads: int | None = option(None, Integer(1, optional=True), "Processor threads. Default: one per performance core.", panel=_MODEL)
     max_model_len: int | None = option(
-        None, Integer(2, optional=True), "Most tokens of prompt and output. Default: what model and memory allow.", panel=_MODEL
+        None,
+        Integer(2, optional=True),
+        "Context length: most tokens of prompt and output together. Default: what the model and the memory allow.",
+        panel=_MODEL,
     )
-    max_seqs: int = option(64, Integer(1), "Sequences that run at a time.", panel=_MODEL, only=("serve",))
+    max_seqs: int = option(64, Integer(1), "Most sequences that run at a time; others wait.", panel=_MODEL, only=("serve",))
     max_rows: int | None = option(
         None, Integer(1, optional=True), "Most rows of prompts and sequences in a pass. Default: 128, on CUDA 2,048.", flags=None
     )
     kv_memory: int | None = option(
         None,
         Integer(1, 2**63 - 1, optional=True),
-        "Memory for keys and values, such as 2G. Default: a quarter of what is free, at most 4G; on CUDA all that may be used.",
+        "Memory for the KV cache, such as 2G. Default: a quarter of the free memory, at most 4G; on CUDA all that may be used.",
         metavar="SIZE",
         panel=_MODEL,
         only=("serve",),
@@ -70,15 +73,15 @@ class EngineConfig:
     gpu_memory_utilization: float = option(
         0.9,
         Number(0, 1, above=True),
-        "Share of a CUDA device's memory that may be used, keys and values included.",
+        "Share of a CUDA device's memory that may be used, KV cache included.",
         metavar="F",
         panel=_MODEL,
     )
     keep_blocks: str = option(
         "auto",
         ChoiceOf(("auto", "always", "never")),
-        "On CUDA, whether weights stay in the blocks of a GGUF file, in which they take about a third of the memory and a pass some 1.3 "
-        "times as long. auto: if they would take more than half of it otherwise. No token depends on it.",
+        "On CUDA, whether a GGUF file's weights stay quantised: about a third of the memory, and a pass takes some 1.3 times as long. "
+        "auto: only if the dequantised weights would fill more than half of the memory. Changes no token.",
         metavar="auto|always|never",
         panel=_MODEL,
     )
@@ -93,15 +96,15 @@ class EngineConfig:
     prefix_cache: bool = option(
         True,
         Flag(),
-        "Use again what was computed for a prompt that begins alike.",
+        "Reuse what was computed for an earlier prompt with the same beginning.",
         panel=_MODEL,
         only=("serve",),
-        off="Compute every prompt from its beginning.",
+        off="Compute every prompt from its beginning, without the prefix cache.",
     )
     prefix_cache_path: str | None = option(
         None,
         TextKind(optional=True),
-        "A folder that keeps what was computed for prompts across restarts. It holds what prompts say: it is made for this user alone.",
+        "A folder in which the prefix cache survives restarts. It reveals what prompts say, so only this user can open it.",
         flags=("--prefix-cache",),
         metavar="FOLDER",
         panel=_MODEL,
@@ -110,7 +113,7 @@ class EngineConfig:
     prefix_cache_size: int = option(
         4 << 30,
         Integer(1, 2**63 - 1),
-        "Most bytes in that folder, such as 4G; what was used least recently goes first.",
+        "Largest size of the --prefix-cache folder, such as 4G; what was used least recently is deleted first.",
         metavar="SIZE",
         panel=_MODEL,
         only=("serve",),
@@ -123,9 +126,18 @@ class EngineConfig:
         panel=_SPECULATION,
         off="One token per pass, without drafts.",
     )
-    spec_length: int = option(SPEC_LENGTH, Integer(1, 4096), "Longest draft. What pays decides below it.", panel=_SPECULATION)
+    spec_length: int = option(
+        SPEC_LENGTH,
+        Integer(1, 4096),
+        "Most tokens of a draft from its first to its last; usually fewer are worth verifying.",
+        panel=_SPECULATION,
+    )
     spec_rows: int = option(
-        SPEC_ROWS, Integer(1, 4096), "Most draft tokens of a sequence that are verified in one pass.", panel=_SPECULATION, only=_DECODING
+        SPEC_ROWS,
+        Integer(1, 4096),
+        "Most draft tokens, branches included, that are verified for a sequence in one pass.",
+        panel=_SPECULATION,
+        only=_DECODING,
     )
     max_order: int = option(MAX_ORDER, Integer(2, MAX_ORDER), "Longest n-gram looked up.", panel=_SPECULATION, only=_DECODING)
     history: int = option(
@@ -134,7 +146,7 @@ class EngineConfig:
     answers: int = option(
         ANSWERS,
         Integer(0, MAX_HISTORY),
-        "Tokens of finished answers to draft from, 0: none. Never across keys.",
+        "Tokens of earlier outputs to draft from; 0: none. Keys never share them.",
         panel=_SPECULATION,
         only=("serve",),
     )
@@ -149,23 +161,23 @@ class EngineConfig:
     recycle: bool = option(
         True,
         Flag(),
-        "Draft from the model's own candidates.",
+        "Draft the model's own next-best tokens of earlier passes.",
         panel=_SPECULATION,
         only=_DECODING,
-        off="Do not draft from the model's own candidates.",
+        off="Do not draft the model's own next-best tokens of earlier passes.",
     )
     mtp: bool = option(
         True,
         Flag(),
-        "Draft with the model's own head for further tokens (multi-token prediction), if its file has one. On the CPU.",
+        "Draft with the model's own multi-token prediction head (MTP), if its file has one. On the CPU.",
         panel=_SPECULATION,
         only=_DECODING,
-        off="Do not draft with the model's own head for further tokens.",
+        off="Do not draft with the model's own multi-token prediction head (MTP).",
     )
     acceptance: str = option(
         "walk",
         ChoiceOf(("walk", "rejection")),
-        "walk: the text is the same as without drafts. rejection, with --alone: sampled text is only distributed alike (Leviathan et al.).",
+        "walk: the same text as without drafts. rejection, only with --alone: another text from the same distribution (Leviathan et al.).",
         metavar="walk|rejection",
         panel=_SPECULATION,
         only=_DECODING,
@@ -173,7 +185,7 @@ class EngineConfig:
     lenience: float = option(
         1.0,
         Number(0, 1, above=True),
-        "Below 1: accept what the model holds a little less likely; the text is another (Leviathan et al.).",
+        "Below 1: also accept draft tokens that are a little less likely; changes the text (Leviathan et al.).",
         metavar="F",
         panel=_SPECULATION,
         only=_DECODING,

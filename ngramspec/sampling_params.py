@@ -30,27 +30,27 @@ class SamplingParams:
     Raises InvalidInputError (a ValueError), naming the accepted range, for any value outside it.
     """
 
-    max_tokens: int = option(128, Integer(1), "Most tokens to write; fewer where `max_model_len` ends first.")
+    max_tokens: int = option(128, Integer(1), "Most tokens to write; fewer if `max_model_len` is reached first.")
     min_tokens: int = option(0, Integer(0), "Fewest tokens before a stop token or stop string may end the text.")
     temperature: float = option(
         0.0,
         Number(0, 100),
-        "0, or less than 1e-6, takes the most likely token (ties: the lowest id); above, samples.",
+        "0, or below 1e-6: take the most likely token (of equals the lowest id). Above: sample; higher values vary more.",
         flags=("--temperature", "-t"),
     )
-    top_k: int = option(0, Integer(-MAX_INT), "Sample among the k most likely tokens; 0 or less: all.")
+    top_k: int = option(0, Integer(-MAX_INT), "Sample among the k most likely tokens; 0 or less: among all.")
     top_p: float = option(
         1.0,
         Number(0, 1),
-        "Sample among the fewest tokens that hold this share of the probability; 0: the most likely token, as temperature 0.",
+        "Sample among the fewest tokens whose probabilities add up to this share; 0: take the most likely token.",
     )
-    min_p: float = option(0.0, Number(0, 1), "Drop tokens less likely than this share of the most likely one.")
+    min_p: float = option(0.0, Number(0, 1), "Drop tokens whose probability is below this share of the most likely token's.")
     repetition_penalty: float = option(
         1.0,
         Number(LEAST_PENALTY, 100),
-        "Above 1, tokens of prompt and output become less likely: divides positive logits and multiplies negative ones.",
+        "Above 1, tokens that occur in prompt or output become less likely: positive logits are divided by it, negative ones multiplied.",
     )
-    presence_penalty: float = option(0.0, Number(-2, 2), "Subtracted once from the logits of tokens of the output.")
+    presence_penalty: float = option(0.0, Number(-2, 2), "Subtracted once from the logit of every token that occurs in the output.")
     frequency_penalty: float = option(0.0, Number(-2, 2), "Subtracted from a token's logit for every occurrence in the output.")
     logit_bias: dict[int, float] = option(
         dict, TokenNumbers(-100, 100), "Token id to a number added to its logit; -100 bans the token.", flags=None
@@ -58,24 +58,27 @@ class SamplingParams:
     seed: int | None = option(
         None,
         Integer(-MAX_NEGATIVE_SEED, MAX_SEED, optional=True),
-        "The same seed gives the same text. Default, or -1: a fresh one, reported. Less than that: counted down from 2**64.",
+        "The same seed gives the same text. Default, or -1: a random one, which is reported. Below -1: counted down from 2**64.",
     )
     n: int = option(1, Integer(1, 128), "How many samples to write; sample i uses its own stream of the seed.", flags=("--n",))
     stop: Sequence[str] = option(
         (),
         TextList(MAX_STOPS),
-        "Text, or a control token's name, that ends the output and is no part of it; may be given several times.",
+        "Text, or a control token's name, that ends the output and is not part of it. May be repeated.",
         flags=("--stop", "-s"),
     )
     stop_token_ids: Sequence[int] = option((), TokenIds(), "Ids that end the text, beside the model's own.", flags=None)
     include_stop_str_in_output: bool = option(False, Flag(), "The stop string that ends the text is part of it.", flags=None)
     allowed_token_ids: Sequence[int] | None = option(
-        None, TokenIds(optional=True), "No other tokens are written, not even those that end a text.", flags=None
+        None,
+        TokenIds(optional=True),
+        "Only these tokens may be written; without the model's own end token the output has no other end than a limit.",
+        flags=None,
     )
     bad_words: Sequence[str] = option(
         (),
         TextList(MAX_BAD_WORDS),
-        "Texts of which the last token is not written behind the others, with or without a blank before.",
+        "Words that are not written: the last token of each is banned after the others, with or without a blank before the word.",
         flags=None,
     )
     ignore_eos: bool = option(False, Flag(), "Go on past the model's own end of text.")

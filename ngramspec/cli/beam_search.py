@@ -19,17 +19,17 @@ def run_beam_search(
     prompt: Prompt = None,
     file: PromptFile = None,
     model: Model = "smollm2",
-    width: Annotated[int, option(SEARCH, "Beams, and texts that are printed.", "--width", "-w")] = 4,
+    width: Annotated[int, option(SEARCH, "Number of beams, and of texts that are printed.", "--width", "-w")] = 4,
     max_tokens: Annotated[int, option(SEARCH, "Most tokens of a text.")] = 64,
     length_penalty: Annotated[
-        float, option(SEARCH, "A text's score is the sum of its log-probabilities over its length to this power.")
+        float, option(SEARCH, "A text's score is the sum of its log-probabilities, divided by its length to this power.")
     ] = 1.0,
-    early_stopping: Annotated[bool, option(SEARCH, "End as soon as that many texts have ended.", "--early-stopping")] = False,
+    early_stopping: Annotated[bool, option(SEARCH, "Stop as soon as as many texts as beams have ended.", "--early-stopping")] = False,
     as_json: Annotated[bool, option(OUTPUT, "Print one JSON document instead of the texts.", "--json")] = False,
-    quiet: Annotated[bool, option(OUTPUT, "No progress.", "--quiet", "-q")] = False,
+    quiet: Annotated[bool, option(OUTPUT, "Print no progress.", "--quiet", "-q")] = False,
     engine_settings: dict[str, Any],
 ) -> None:
-    """Find the most likely completions of a text by beam search, with drafts: the same ones, in fewer passes."""
+    """Find the most likely completions of a text by beam search, in fewer passes of the model thanks to drafts."""
     add_environment(engine_settings, "beam")
     text = common.read_prompt(prompt, file)
 

@@ -36,32 +36,44 @@ def complete(
     prompt: Prompt = None,
     file: PromptFile = None,
     chat: Annotated[
-        bool, option(PROMPT, "Wrap the prompt as a user's message in the model's chat template, or continue it as it is.", "--chat/--raw")
+        bool,
+        option(
+            PROMPT,
+            "--chat: send the prompt as a user's message in the model's chat template. --raw: continue the text as it is.",
+            "--chat/--raw",
+        ),
     ] = False,
     suffix: Annotated[
         str | None,
-        option(PROMPT, "Write what stands between the prompt and this text; the model must know how.", "--suffix", metavar="TEXT"),
+        option(
+            PROMPT, "Fill in the middle between the prompt and this text; the model must be trained for that.", "--suffix", metavar="TEXT"
+        ),
     ] = None,
     model: Model = "smollm2",
     grammar: Annotated[
         str | None,
-        option(SAMPLING, "What the text must follow: a grammar of llama.cpp (root ::= …) or Lark (start: …).", metavar="FILE|TEXT"),
+        option(SAMPLING, "Only write what this grammar allows: llama.cpp's GBNF (root ::= …) or Lark (start: …).", metavar="FILE|TEXT"),
     ] = None,
-    json_schema: Annotated[str | None, option(SAMPLING, "The text is JSON that this schema describes.", metavar="FILE|TEXT")] = None,
-    show_drafts: Annotated[bool, option(SPECULATION, "Colour accepted draft tokens by their source.", "--show-drafts")] = False,
+    json_schema: Annotated[str | None, option(SAMPLING, "Only write JSON that fits this JSON schema.", metavar="FILE|TEXT")] = None,
+    show_drafts: Annotated[
+        bool, option(SPECULATION, "Colour the tokens that came from drafts, by the source of the draft.", "--show-drafts")
+    ] = False,
     datastore: Annotated[
-        list[Path] | None, option(SPECULATION, "Draft from this datastore too; may be given several times.", "--datastore", "-d")
+        list[Path] | None,
+        option(SPECULATION, "Also draft from this datastore, a folder that build-datastore made. May be repeated.", "--datastore", "-d"),
     ] = None,
     drafters: drafts.DrafterOptions,
-    prediction: Annotated[Path | None, option(SPECULATION, "A file with the text that is expected, such as the unedited one.")] = None,
+    prediction: Annotated[
+        Path | None, option(SPECULATION, "A file with text that the output will resemble, such as the unedited file: a source of drafts.")
+    ] = None,
     as_json: Annotated[bool, option(OUTPUT, "Print one JSON document instead of the text.", "--json")] = False,
-    quiet: Annotated[bool, option(OUTPUT, "No progress and no statistics.", "--quiet", "-q")] = False,
+    quiet: Annotated[bool, option(OUTPUT, "Print neither progress nor statistics.", "--quiet", "-q")] = False,
     sampling: dict[str, Any],
     engine_settings: dict[str, Any],
 ) -> None:
-    """Complete a text, and say how much sooner it came.
+    """Complete a text, and report how many tokens came from drafts.
 
-    The text is streamed to standard output, statistics go to standard error. Ctrl-C ends the text where it is.
+    The text is streamed to standard output; statistics and progress go to standard error. Ctrl-C stops and keeps what was written.
 
     Examples:
 
@@ -200,7 +212,7 @@ def _read(given: str, option: str) -> tuple[str, str]:
     if is_file:
         return read_file(expand_home(given), option), given
     shown = text if len(text) <= 40 else f"{text[:40]}…"
-    return text, f"{shown!r}, of which there is no file,"
+    return text, f"there is no file {shown!r}, and as a text it"
 
 
 def _make_grammar(make: Callable[[str], Grammar], text: str, origin: str) -> Grammar:

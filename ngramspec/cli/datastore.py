@@ -28,7 +28,7 @@ _CORPUS, _OUTPUT = "Corpus", "Output"
 
 app = typer.Typer(
     name="datastore",
-    help="Look into datastores, look texts up in them, tidy them, keep them up to date.",
+    help="Inspect, search, merge, prune and update datastores.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -51,7 +51,7 @@ StoreArgument = Annotated[Path, typer.Argument(help="The folder of the datastore
 Json = Annotated[bool, option(_OUTPUT, "Print one JSON document.", "--json")]
 Memory = Annotated[
     str | None,
-    typer.Option("--max-memory", metavar="SIZE", help="Memory for sorting, such as 800M or 4G. Default: half of what is free."),
+    typer.Option("--max-memory", metavar="SIZE", help="Most memory for sorting, such as 800M or 4G. Default: half of the free memory."),
 ]
 Tokenizer = Annotated[
     str | None,
@@ -59,7 +59,8 @@ Tokenizer = Annotated[
         "--tokenizer",
         "-t",
         metavar="M",
-        help="The model whose tokenizer is used: a folder, a .gguf file, a hub name, or smollm2. A store that is there has its own.",
+        help="The model that is to draft from it, for its tokenizer: a folder, a .gguf file, a hub name, or smollm2. An existing datastore "
+        "carries its tokenizer.",
     ),
 ]
 
@@ -67,24 +68,30 @@ Tokenizer = Annotated[
 class CorpusFlags(TypedDict, total=False):
     """Options by the field of `corpus.CorpusOptions` that each sets; those that were given."""
 
-    include: Annotated[list[str], option(_CORPUS, "Take only what matches, whatever its type. As in .gitignore; may be repeated."), tuple]
-    exclude: Annotated[list[str], option(_CORPUS, "Leave out what matches. As in .gitignore; may be repeated."), tuple]
+    include: Annotated[
+        list[str],
+        option(_CORPUS, "Take only files that match this pattern, as in .gitignore, whatever their type. May be repeated."),
+        tuple,
+    ]
+    exclude: Annotated[list[str], option(_CORPUS, "Leave out files that match this pattern, as in .gitignore. May be repeated."), tuple]
     languages: Annotated[
         str,
         option(
             _CORPUS,
-            "Take only these, such as python,rust or py,rs. Default: all known source and text.",
+            "Take only files of these languages, such as python,rust or py,rs. Default: all known source and text.",
             "--language",
             "-l",
         ),
         _split_names,
     ]
-    max_file_size: Annotated[str, option(_CORPUS, "Leave out larger files and members. Default: 1M.", metavar="SIZE"), _parse_file_size]
+    max_file_size: Annotated[
+        str, option(_CORPUS, "Leave out larger files, also within archives. Default: 1M.", metavar="SIZE"), _parse_file_size
+    ]
     text_fields: Annotated[
         list[str],
         option(
             _CORPUS,
-            "The field of .jsonl rows that holds the text; the first there is. Default: text, content, code.",
+            "The field of .jsonl rows that holds the text; of several the first that a row has. Default: text, content, code.",
             "--text-field",
         ),
         tuple,
@@ -93,7 +100,7 @@ class CorpusFlags(TypedDict, total=False):
         bool,
         option(
             _CORPUS,
-            "In a git repository, also files that git does not track (nor ignore).",
+            "In a git repository, also take files that git neither tracks nor ignores.",
             "--untracked/--no-untracked",
         ),
         _keep_true,
@@ -104,38 +111,39 @@ class CorpusFlags(TypedDict, total=False):
 def build_datastore(
     *,
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="Folders, files, .jsonl(.gz), .zip, .whl, .tar.gz. With --update: more of them.")
+        list[Path] | None, typer.Argument(help="Folders, files, .jsonl(.gz), .zip, .whl, .tar.gz. With --update: further ones to add.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="STORE", help="The folder to write. New, empty, or a datastore.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="STORE", help="The folder to write: new, empty, or a datastore, which is replaced."),
     ] = None,
     tokenizer: Tokenizer = None,
     update: Annotated[
-        bool, typer.Option("--update", "-u", help="Bring a store up to date: only what changed is read and tokenized again.")
+        bool, typer.Option("--update", "-u", help="Update an existing datastore: read and tokenize only what changed.")
     ] = False,
     router: Annotated[
         bool | None,
         typer.Option(
             "--router/--no-router",
-            help="Also store what finds the files most like a request: 0.3 bytes per token. Default: yes; with --update: as it was built.",
+            help="Also store vectors that find the files most like a prompt (0.3 bytes per token). Default: yes; with --update: as before.",
         ),
     ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Threads that tokenize. Default: all cores.")] = None,
     corpus_options: CorpusFlags,
     max_memory: Memory = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="Build on the Ray cluster that is running, or a local one. Needs the extra `ray`.")
+        bool,
+        typer.Option("--ray", help="Build on several machines with Ray: on the running cluster, or a local one. Needs the extra `ray`."),
     ] = False,
-    blocks: Annotated[int | None, typer.Option(min=1, help="With --ray: segments, each built by one task.")] = None,
+    blocks: Annotated[int | None, typer.Option(min=1, help="With --ray: number of segments, each built by one task.")] = None,
     as_json: Json = False,
-    quiet: Annotated[bool, option(_OUTPUT, "No progress and no summary.", "--quiet", "-q")] = False,
+    quiet: Annotated[bool, option(_OUTPUT, "Print neither progress nor a summary.", "--quiet", "-q")] = False,
 ) -> None:
-    """Build a datastore: text that the model is likely to repeat, for drafts.
+    """Build a datastore, a searchable folder of text from which a model drafts: your code, packages, documents.
 
-    In a git repository the files that git tracks are taken, elsewhere what no .gitignore excludes. Left out, and counted in the
-    summary: binaries, generated and minified files, duplicates, files with secrets (keys, tokens, passwords), links, and what is not text.
-    Text that looks like a control token is tokenized as text. A store that is there is replaced when the new one is complete; Ctrl-C
-    leaves it as it was.
+    In a git repository it takes the files that git tracks, elsewhere all that no .gitignore excludes. The summary counts what it leaves
+    out: binaries, generated and minified files, duplicates, files with secrets (keys, tokens, passwords), links, and what is not text.
+    An existing datastore is replaced when the new one is complete; Ctrl-C leaves it as it was.
 
     Examples:
 

@@ -18,19 +18,21 @@ class DrafterOptions(TypedDict, total=False):
         str,
         option(
             SPECULATION,
-            "Draft with this model too, a smaller one with the same vocabulary; named as --model is.",
+            "Also draft with this smaller model, which has the same vocabulary; named as --model is.",
             "--draft-model",
             metavar="M",
         ),
     ]
     draft_layers: Annotated[
-        int, option(SPECULATION, "Draft with the first L layers of the model itself, too.", "--draft-layers", metavar="L", min=1)
+        int, option(SPECULATION, "Also draft with the first L layers of the model itself.", "--draft-layers", metavar="L", min=1)
     ]
     drafter: Annotated[
         list[str],
-        option(SPECULATION, "Draft with this one too; an unknown name lists them. May be repeated.", "--drafter", metavar="NAME[:ARG]"),
+        option(
+            SPECULATION, "Also draft with this drafter; an unknown name lists them all. May be repeated.", "--drafter", metavar="NAME[:ARG]"
+        ),
     ]
-    alone: Annotated[bool, option(SPECULATION, "The one drafter that is given drafts alone, as much as it likes.", "--alone")]
+    alone: Annotated[bool, option(SPECULATION, "Only the one drafter that is named drafts, and as much as it proposes.", "--alone")]
 
 
 def draft_settings(**given: Unpack[DrafterOptions]) -> dict[str, Any]:

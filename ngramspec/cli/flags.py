@@ -25,9 +25,9 @@ _TYPES: dict[type, Any] = {Integer: int, Number: float, Flag: bool, ChoiceOf: st
 # The metavar of numbers of bytes, which are given as 2G.
 _SIZE = "SIZE"
 
-Prompt = Annotated[str | None, typer.Argument(help="Text to complete; - reads it from standard input, as does a pipe.")]
+Prompt = Annotated[str | None, typer.Argument(help="Text to complete, in quotes; - reads it from standard input, as does a pipe.")]
 PromptFile = Annotated[Path | None, option(PROMPT, "Take the prompt from this file.", "--file", "-f")]
-MODEL_HELP = "A folder with safetensors, a .gguf file, a hub name (org/name), or smollm2; random:SHAPE to measure."
+MODEL_HELP = "A folder with safetensors, a .gguf file, a hub name (org/name or org/name:Q4_K_M), or smollm2. random:NAME: random weights."
 Model = Annotated[str, option(ENGINE, MODEL_HELP, "--model", "-m", envvar="NGRAMSPEC_MODEL")]
 
 

@@ -12,25 +12,27 @@ _DRAFTS, _RUN, _OUTPUT = "Drafts", "A run", "Output"
 
 
 def plan(
-    alpha: Annotated[float | None, option(_DRAFTS, "Chance that a draft token is accepted once those before it were.")] = None,
+    alpha: Annotated[float | None, option(_DRAFTS, "Probability that a draft token is accepted, if those before it were.")] = None,
     gamma: Annotated[int | None, option(_DRAFTS, "Length of a draft. Default: the best for alpha and c.")] = None,
     c: Annotated[
         float | None,
-        option(_DRAFTS, "Time of drafting a token over that of a pass. Default: 0.", "--c"),
+        option(_DRAFTS, "Time to draft one token, divided by the time of a pass of the model. Default: 0.", "--c"),
     ] = None,
-    c_hat: Annotated[float, option(_DRAFTS, "The same in arithmetic operations.", "--c-hat")] = 0.0,
+    c_hat: Annotated[
+        float, option(_DRAFTS, "Arithmetic operations to draft one token, divided by those of a pass for one token.", "--c-hat")
+    ] = 0.0,
     max_gamma: Annotated[int, option(_DRAFTS, "Longest draft to consider.")] = 64,
     run: Annotated[
         Path | None,
-        option(_RUN, "Expected against measured: the output of `ngramspec complete --json`, or a document of benchmarks.decode."),
+        option(_RUN, "Compare expected with measured: the output of `ngramspec complete --json`, or a document of benchmarks.decode."),
     ] = None,
     baseline: Annotated[Path | None, option(_RUN, "The same text with `ngramspec complete --json --no-spec`, for the speedup.")] = None,
     as_json: Annotated[bool, option(_OUTPUT, "Print one JSON document.", "--json")] = False,
 ) -> None:
-    """Say what speculation is worth: tokens per pass, time and operations, and the best draft length.
+    """Compute what speculation is worth: tokens per pass, time and operations, and the best draft length.
 
-    The formulas are those of Leviathan et al., "Fast Inference from Transformers via Speculative Decoding". They count the rows of a pass
-    as free, as they nearly are where a pass is bound by reading the weights.
+    The formulas are those of Leviathan et al., "Fast Inference from Transformers via Speculative Decoding". They assume
+    that verifying more tokens in a pass costs nothing, which is nearly true while reading the weights takes most of its time.
 
     Examples:
 

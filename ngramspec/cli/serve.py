@@ -36,7 +36,7 @@ def serve(
         str | None,
         option(
             ENGINE,
-            "A GGUF file of a hub repository, fetched once; without QUANT its Q4_K_M.",
+            "Download a GGUF file of a Hugging Face repository once, and serve it; without QUANT its Q4_K_M, else Q4_0 or Q8_0.",
             "--hf-repo",
             "-hf",
             metavar="ORG/NAME[:QUANT]",
@@ -47,7 +47,7 @@ def serve(
         list[str] | None,
         option(
             SPECULATION,
-            "Draft from this datastore; requests call it NAME, by default as its folder. May be repeated.",
+            "Draft from this datastore, a folder that build-datastore made. Requests call it NAME, by default its folder. May be repeated.",
             "--datastore",
             "-d",
             metavar="[NAME=]STORE",
@@ -58,35 +58,36 @@ def serve(
         list[str] | None,
         option(
             SPECULATION,
-            "Draft from this working tree: its datastore is built in the user's cache while the server serves, and follows every file that "
-            "is saved. Of several trees, each has an address of its own. May be repeated.",
+            "Draft from this working tree. Its datastore is built in the user's cache while the server runs, and updated after every saved "
+            "file. May be repeated: then each tree has an address of its own.",
             "--repo",
             metavar="[NAME=]PATH",
             envvar="NGRAMSPEC_REPOS",
         ),
     ] = None,
     with_installed: Annotated[
-        bool, option(SPECULATION, "With --repo: also from the packages in the tree's own virtual environment.", "--with-installed")
+        bool, option(SPECULATION, "With --repo: also draft from the packages in the tree's virtual environment.", "--with-installed")
     ] = False,
     max_repo_files: Annotated[
-        int | None, option(SPECULATION, "Files of text that a --repo may have. Default: 100000.", "--max-repo-files", min=1)
+        int | None,
+        option(SPECULATION, "Most text files of a --repo; a larger tree is not read. Default: 100000.", "--max-repo-files", min=1),
     ] = None,
     drafters: drafts.DrafterOptions,
     share_candidates: Annotated[
         bool,
         option(
             SPECULATION,
-            "Share the model's own candidates between keys. They tell a little of what others wrote, so with several keys they are off.",
+            "With several keys: keep drafting next-best tokens of earlier passes, which reveal a little of what other keys wrote.",
             "--share-candidates",
         ),
     ] = False,
     server_settings: ServerOptions,
     engine_settings: dict[str, Any],
 ) -> None:
-    """Serve a model over HTTP: OpenAI's routes, those of llama.cpp that editors use, and a page to try it at /.
+    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, llama.cpp's for editors, and a page to try it at /.
 
-    Listens at once; /health says 503 until the model is there. SIGTERM or Ctrl-C ends it when running requests are done, a second one at
-    once. What has no option here is set by NGRAMSPEC_… variables, such as NGRAMSPEC_LIMITS__BODY_BYTES; an option goes before its variable.
+    It listens at once, and /health returns 503 until the model is loaded. Ctrl-C or SIGTERM stops it after running requests have ended;
+    a second one stops it at once. Every setting can also be a variable, such as NGRAMSPEC_PORT; docs/settings.md lists them.
 
     Examples:
 

@@ -52,8 +52,8 @@ class ServerOptions(TypedDict, total=False):
         list[str],
         option(
             ENGINE,
-            "The name under which the model is listed and answers; several with commas between them, the first in answers. Default: the "
-            "model's own.",
+            "The model's name in /v1/models and in answers. Several with commas between them: answers have the first. Default: the name of "
+            "the file, folder or repository.",
             "--alias",
             "-a",
             metavar="NAME[,NAME]",
@@ -61,13 +61,18 @@ class ServerOptions(TypedDict, total=False):
         ",".join,
     ]
     strict_model: Annotated[
-        bool, option(ENGINE, "Refuse requests that name another model, with 404. Else they are answered.", "--strict-model")
+        bool,
+        option(
+            ENGINE,
+            "Refuse requests that name another model, with 404. Default: the model answers whatever name a request has.",
+            "--strict-model",
+        ),
     ]
     chat_template: Annotated[
         str,
         option(
             ENGINE,
-            "Jinja, a file of it, or a name such as chatml, in place of the model's chat template.",
+            "Use this chat template instead of the model's: Jinja, a file of it, or a name such as chatml.",
             "--chat-template",
             "--chat-template-file",
         ),
@@ -76,7 +81,7 @@ class ServerOptions(TypedDict, total=False):
         str,
         option(
             ENGINE,
-            "Variables of the chat template of requests that do not say, such as '{\"enable_thinking\": false}'.",
+            "Variables of the chat template, such as '{\"enable_thinking\": false}'; a request may override them.",
             "--chat-template-kwargs",
             "--default-chat-template-kwargs",
             metavar="JSON",
@@ -87,8 +92,8 @@ class ServerOptions(TypedDict, total=False):
         str,
         option(
             ENGINE,
-            "none: a model's thoughts stay in the text of chats. auto: they are reasoning_content, if its template has marks for them. "
-            "Default: auto.",
+            "Where a model's thoughts go in chats. none: they stay in the text. auto: into reasoning_content, if the template marks "
+            "them. Default: auto.",
             "--reasoning-format",
             metavar="FORMAT",
         ),
@@ -97,7 +102,7 @@ class ServerOptions(TypedDict, total=False):
         bool,
         option(
             ENGINE,
-            "An answer goes on with a conversation's last message if that is the assistant's, as in llama.cpp.",
+            "Continue a conversation's last message if it is the assistant's, as llama.cpp does.",
             "--prefill-assistant",
         ),
     ]
@@ -109,7 +114,7 @@ class ServerOptions(TypedDict, total=False):
         list[str],
         option(
             SAMPLING,
-            "A sampling parameter of requests that do not say, such as temperature=0.2. May be repeated.",
+            "Default of a sampling parameter, such as temperature=0.2, for requests that do not set it. May be repeated.",
             metavar="NAME=VALUE",
         ),
         parse_sampling,
@@ -121,28 +126,44 @@ class ServerOptions(TypedDict, total=False):
             "Address to listen at, or several with commas; or the path of a Unix socket, NAME.sock. Default: 127.0.0.1, this machine.",
         ),
     ]
-    port: Annotated[int, option(_NET, "0: any that is free; the log says which. Default: 8000.")]
-    api_prefix: Annotated[str, option(_NET, "The path under which all routes are, such as /llm.", metavar="/PATH")]
+    port: Annotated[int, option(_NET, "Port to listen at; 0: any free one, which the log names. Default: 8000.")]
+    api_prefix: Annotated[str, option(_NET, "Put all routes under this path, such as /llm.", metavar="/PATH")]
     root_path: Annotated[
         str,
-        option(_NET, "Where a proxy shows the server, such as /llm: requests may have this path in front, or not.", metavar="/PATH"),
+        option(
+            _NET,
+            "The path at which a proxy shows the server, such as /llm. Requests are answered with this path in front and without it.",
+            metavar="/PATH",
+        ),
     ]
-    playground: Annotated[bool, option(_NET, "Without the page at / to try the model.", "--no-playground", "--no-ui"), _turn_off]
-    metrics: Annotated[bool, option(_NET, "Without /metrics, for Prometheus.", "--no-metrics"), _turn_off]
+    playground: Annotated[
+        bool, option(_NET, "Switch off the page at /, on which one can try the model.", "--no-playground", "--no-ui"), _turn_off
+    ]
+    metrics: Annotated[bool, option(_NET, "Switch off /metrics, which Prometheus reads.", "--no-metrics"), _turn_off]
     force_include_usage: Annotated[
-        bool, option(_NET, "Every piece of a stream tells the usage so far, asked for or not.", "--force-include-usage")
+        bool,
+        option(
+            _NET,
+            "Report the token counts so far in every chunk of a stream, even if a request does not ask for them.",
+            "--force-include-usage",
+        ),
     ]
     per_request_metrics: Annotated[
-        bool, option(_NET, "Answers tell their times, as vLLM's do.", "--per-request-metrics", "--enable-per-request-metrics")
+        bool,
+        option(_NET, "Report times of a request in its answer, as vLLM does.", "--per-request-metrics", "--enable-per-request-metrics"),
     ]
-    slots: Annotated[bool, option(_NET, "Without /slots, which tells how many sequences run.", "--no-slots"), _turn_off]
+    slots: Annotated[bool, option(_NET, "Switch off /slots, which shows how many sequences run.", "--no-slots"), _turn_off]
     slot_save_path: Annotated[
         Path,
-        option(_NET, "A folder for slots that clients save by /slots/ID, each key's apart.", "--slot-save-path", metavar="FOLDER"),
+        option(
+            _NET, "The folder in which clients save slots by /slots/ID; each key sees only its own.", "--slot-save-path", metavar="FOLDER"
+        ),
     ]
     allowed_hosts: Annotated[
         list[str],
-        option(_NET, "Without keys: a further name that requests may call this server. May be repeated.", "--allowed-host", metavar="NAME"),
+        option(
+            _NET, "Without keys: also answer requests whose Host header has this name. May be repeated.", "--allowed-host", metavar="NAME"
+        ),
     ]
     cors_origins: Annotated[
         list[str],
@@ -167,7 +188,7 @@ class ServerOptions(TypedDict, total=False):
         list[str],
         option(
             _KEYS,
-            "The same, for an administrator, who may change datastores and see where drafts come from.",
+            "A key for an administrator, who may also change datastores and see where drafts come from. May be repeated.",
             "--admin-key",
             metavar="[NAME:]KEY",
         ),
@@ -183,20 +204,24 @@ class ServerOptions(TypedDict, total=False):
         bool,
         option(
             _KEYS,
-            "Without keys: requests from this machine may use /admin. So may, then, whoever a proxy on this machine lets in.",
+            "Without keys: open /admin to requests from this machine, and so to everybody whom a proxy on this machine lets in.",
             "--admin-on-loopback",
         ),
     ]
-    max_queue: Annotated[int, option(_LOAD, "Sequences that wait; more are refused at once, with 429. Default: 64.")]
-    drain_timeout: Annotated[float, option(_LOAD, "Seconds for running requests after SIGTERM or Ctrl-C. Default: 30.", metavar="S")]
-    send_timeout: Annotated[float, option(_LOAD, "Seconds until a client that does not read is dropped. Default: 20.", metavar="S")]
+    max_queue: Annotated[int, option(_LOAD, "Most sequences that wait for a place; more are refused at once, with 429. Default: 64.")]
+    drain_timeout: Annotated[
+        float, option(_LOAD, "Seconds that running requests have to end after SIGTERM or Ctrl-C. Default: 30.", metavar="S")
+    ]
+    send_timeout: Annotated[
+        float, option(_LOAD, "Seconds after which a client that does not read its answer is dropped. Default: 20.", metavar="S")
+    ]
     receive_timeout: Annotated[float, option(_LOAD, "Seconds that a client may take to send a request. Default: 30.", metavar="S")]
     parse_special: Annotated[
         bool,
         option(
             _LOAD,
-            "Control tokens such as <|fim_prefix|> are spelled out in prompts of /v1/completions and /completion, unless a request says "
-            "parse_special. Default: they are control tokens, as in llama.cpp and vLLM; in messages they never are.",
+            "Whether <|fim_prefix|> and the like in prompts of /v1/completions and /completion are control tokens, or plain text with "
+            "--no-parse-special; a request's parse_special overrides this. In messages they are always text. Default: control tokens.",
             "--parse-special/--no-parse-special",
         ),
     ]
@@ -204,8 +229,8 @@ class ServerOptions(TypedDict, total=False):
         str,
         option(
             _LOAD,
-            "What stands first in prompts to fill in the middle: prefix-first, as models are trained, or suffix-first, with which a key "
-            "changes only the prompt's end and suggestions come much sooner. Default: prefix-first.",
+            "What comes first in fill-in-the-middle prompts. prefix-first is how models are trained. With suffix-first a keystroke changes "
+            "only the prompt's end, and suggestions come sooner. Default: prefix-first.",
             metavar="ORDER",
         ),
     ]
@@ -213,9 +238,9 @@ class ServerOptions(TypedDict, total=False):
         str,
         option(
             _LOAD,
-            "Lines before the cursor that an editor sends, llama.vim's n_prefix. A prefix of as many lines begins with a line that stays "
-            "the same while the cursor goes down, so that the prefix cache has the prompt's beginning. Default: 256; any: every prefix of "
-            "32 lines or more does; 0: none.",
+            "How many lines before the cursor the editor sends, such as llama.vim's n_prefix. Such a prefix is cut at a line that "
+            "stays the same while the cursor moves down, so that the prefix cache can reuse the prompt's beginning. any: cut every prefix "
+            "of 32 lines or more; 0: cut none. Default: 256.",
             metavar="LINES",
         ),
     ]
@@ -223,8 +248,8 @@ class ServerOptions(TypedDict, total=False):
         int,
         option(
             _LOAD,
-            "With --fim-order prefix-first, the middle begins at one of the last lines before the cursor, of this many, so that a key "
-            "changes only the prompt's end. Default: 8; 0: at the cursor, and the text after it is computed again at every key.",
+            "With --fim-order prefix-first: put up to this many lines before the cursor after the suffix, so that a keystroke changes only "
+            "the prompt's end. 0: none, and the text after the cursor is computed again at every keystroke. Default: 8.",
             metavar="LINES",
         ),
     ]
@@ -232,7 +257,7 @@ class ServerOptions(TypedDict, total=False):
         int,
         option(
             _LOAD,
-            "Most tokens after the cursor in prompts of --fim-order prefix-first. Default: 512, as in llama.cpp's server; 0: all.",
+            "With --fim-order prefix-first: most tokens after the cursor that the model sees; 0: all. Default: 512, as in llama.cpp.",
             metavar="N",
         ),
     ]
@@ -240,8 +265,8 @@ class ServerOptions(TypedDict, total=False):
         bool,
         option(
             _LOAD,
-            "While nothing else runs, compute the prompt that follows if a suggestion is accepted, and that of a window which begins "
-            "elsewhere soon. Default: yes; on a battery it may not be worth the power.",
+            "While no request runs, compute the prompts that the editor will probably send next into the prefix cache. "
+            "--no-fim-ahead saves power on a battery. Default: on.",
             "--fim-ahead/--no-fim-ahead",
         ),
     ]
@@ -249,9 +274,9 @@ class ServerOptions(TypedDict, total=False):
         float,
         option(
             _LOAD,
-            "Answers leave at this many milliseconds a token, so that their pace does not tell what was drafted; hides it if a plain pass "
-            "takes no longer. Default: 0, as soon as they are there.",
+            "Send answers at an even pace of this many milliseconds per token, so that timing does not reveal what was drafted. Choose no "
+            "less than a pass without drafts takes. Default: 0, at once.",
             metavar="MS",
         ),
     ]
-    log_format: Annotated[str, option(_LOG, "text or json, one line a request, on standard error. Default: text.")]
+    log_format: Annotated[str, option(_LOG, "Format of the log on standard error, one line per request: text or json. Default: text.")]

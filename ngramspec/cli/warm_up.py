@@ -13,7 +13,7 @@ def warm_up(
         str | None,
         common.option(
             "Model",
-            "Also convert this model and compare it with transformers: a .gguf file, folder, hub name, or smollm2.",
+            "Also do what this model's first start would do: a .gguf file, folder, hub name, or smollm2.",
             "--model",
             "-m",
         ),
@@ -22,15 +22,15 @@ def warm_up(
         bool,
         common.option(
             "Model",
-            "Compile for all processors of this one's level (x86-64-v3 or v4), into the package: for images that run elsewhere.",
+            "Compile into the package for every processor of this level (x86-64-v3 or v4): for container images that run elsewhere.",
             "--portable",
         ),
     ] = False,
-    quiet: Annotated[bool, common.option("Output", "No progress.", "--quiet", "-q")] = False,
+    quiet: Annotated[bool, common.option("Output", "Print no progress.", "--quiet", "-q")] = False,
 ) -> None:
-    """Compile for this processor what the engine runs, so that no later start has to. Once per installation.
+    """Compile the engine for this processor now, so that the first start is as quick as later ones. Needed at most once per installation.
 
-    Without this, the first start compiles beside its work, and speculation joins once its part is compiled.
+    Without this, the first start compiles while it works, and drafts begin when drafting is compiled.
 
     Examples:
 
