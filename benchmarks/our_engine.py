@@ -180,7 +180,7 @@ def run_text(runner: Runner, ids: list[int], first: int, piece: int | None = Non
     `piece`: by default the most that a pass takes. What was yielded holds until the next. For a runner that nobody else uses.
     """
     tokens, piece = np.array(ids, np.int32), piece or runner.max_rows
-    slot = runner.slot_for_tests(len(tokens))
+    slot = runner.reserve_free_slot(len(tokens))
     try:
         for start in range(0, len(tokens), piece):
             end = min(start + piece, len(tokens))

@@ -110,8 +110,8 @@ class Recital(ExactMatch):
         text = self._known[seq]
         if text is None:
             return super().iterate_accepted(seq, output, span)
-        by_device = span.sampler is not None and span.sampler.on_device
-        rows = None if by_device else output.get_logits(span.root_logits, span.end_logits)
+        by_pass = span.sampler is not None and span.sampler.needs_only_logits
+        rows = None if by_pass else output.get_logits(span.root_logits, span.end_logits)
 
         def sample(row: int) -> int:
             if rows is not None:

@@ -92,7 +92,7 @@ class Output(Protocol):
     def get_hidden_states(self, rows: np.ndarray) -> np.ndarray:
         """Return the last hidden states [n, H] float32 of rows [n] of the batch, as the language-model head sees them.
 
-        Only if `Runner.keep_states` was called.
+        Only if `Runner.keep_hidden_states` was called.
         """
 
     def commit(self, kept: Sequence[Kept]) -> None:
@@ -211,13 +211,13 @@ class Runner(ABC):
         """Compute a pass over the rows [T] and write their KV to its positions."""
 
     def early_exit(self, n_layers: int) -> Callable[[Batch], Output]:
-        """`forward` through the first layers alone, the final norm and the head. It writes their KV to the same slots of the same pool.
+        """Return `forward` through the first layers, the final norm and the head. It writes KV to the same positions of the same pool.
 
         Raises ValueError where there are fewer layers, UnsupportedModelError where they cannot be run by themselves.
         """
         raise UnsupportedModelError(f"drafts from the first layers are not made on {self.device}")
 
-    def keep_states(self, wanted: bool) -> None:
+    def keep_hidden_states(self, wanted: bool) -> None:
         """Set whether outputs from now on have hidden states. Raises UnsupportedModelError on a device that does not provide them."""
         if wanted:
             raise UnsupportedModelError(f"drafts from hidden states are not made on {self.device}")
@@ -245,11 +245,11 @@ class Runner(ABC):
 
     # ------------------------------------------------------------------ proofs and measurements
 
-    def slot_for_tests(self, n_slots: int) -> int:
-        """Return a free sequence slot with room for `n` tokens, for a check or a measurement; release it. Raises OutOfMemoryError."""
+    def reserve_free_slot(self, n_tokens: int) -> int:
+        """Return a free slot with room for `n_tokens`, for a check or a measurement, which then releases it. Raises OutOfMemoryError."""
         slot = int(np.flatnonzero(self.pool.n_blocks_of == 0)[0])
-        if not self.pool.reserve(slot, n_slots):
-            raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_slots} tokens")
+        if not self.pool.reserve(slot, n_tokens):
+            raise OutOfMemoryError(f"the KV pool of {self.pool.n_blocks * BLOCK} tokens is too small for {n_tokens} tokens")
         return slot
 
     def adopt(self, model: PreTrainedModel) -> None:
@@ -289,7 +289,7 @@ class Runner(ABC):
         tokens = rng.integers(0, self.vocab_size, n + 8).astype(np.int32)
         parents = np.array([-1, -1, 0, 0, 3, 2, 1, 6], np.int32)  # the root and node 0 have two children with children
         tree = DraftTree(tokens[n:], parents, np.ones(8, np.float32), np.zeros(8, np.uint8))
-        slot = self.slot_for_tests(n + 8)
+        slot = self.reserve_free_slot(n + 8)
         try:
             compute([Span(slot, tokens[: n // 2], 0, logits=0)])
             whole = compute([Span(slot, tokens[n // 2 : n], n // 2, tree)])[-9:]
@@ -313,7 +313,7 @@ class Runner(ABC):
 
     def time_pass(self, rows: int, context: int) -> float:
         """Return milliseconds of one pass that carries `rows` rows of one sequence (a root and a chain) behind `context` tokens."""
-        slot = self.slot_for_tests(context + rows)
+        slot = self.reserve_free_slot(context + rows)
         try:
             tokens = np.random.default_rng(0).integers(0, self.vocab_size, rows).astype(np.int32)  # equal ones would go to the same experts
             draft = make_chain_tree(rows - 1)

@@ -32,15 +32,17 @@ class Acceptance(ABC):
     name: str
     lenience = 1.0
     matches_by_pass = True
-    """What the pass has matched with the sampler's own tokens (`Output.get_matches`) is what is accepted."""
+    """Whether what a pass has matched by itself (`Output.get_matches`), where `uses_exact_match`, is accepted as it is. False if each
+    sequence must go through `iterate_accepted`."""
 
     @abstractmethod
     def derive_exactness(self, computed: str, params: SamplingParams) -> str:
         """Return the exactness of output made with drafts if passes are `computed` "bitwise" or "numerical"."""
 
     @abstractmethod
-    def samples_on_device(self, seq: Sequence) -> bool:
-        """Return whether the sequence's tokens are its sampler's own, so that all may be matched at once (`verify.match_batch`)."""
+    def uses_exact_match(self, params: SamplingParams) -> bool:
+        """Return whether a sequence with these parameters is accepted by exact match: its tokens are its sampler's own, so that all may be
+        matched at once, on the device or by `verify.match_batch`."""
 
     @abstractmethod
     def iterate_accepted(self, seq: Sequence, output: Output, span: Span) -> AcceptedTokens:
@@ -69,7 +71,7 @@ class ExactMatch(Acceptance):
     def derive_exactness(self, computed: str, params: SamplingParams) -> str:
         return computed
 
-    def samples_on_device(self, seq: Sequence) -> bool:
+    def uses_exact_match(self, params: SamplingParams) -> bool:
         return True
 
     def iterate_accepted(self, seq: Sequence, output: Output, span: Span) -> AcceptedTokens:
@@ -98,19 +100,16 @@ class RelaxedAcceptance(Acceptance):
         self.rejection, self.lenience = rejection, lenience
         self._exact = ExactMatch()
 
-    def _uses_exact_match(self, params: SamplingParams) -> bool:
+    def uses_exact_match(self, params: SamplingParams) -> bool:
         return self.lenience == 1 and not (self.rejection and params.temperature > 0)
 
     def derive_exactness(self, computed: str, params: SamplingParams) -> str:
         if self.lenience < 1:
             return "lenient"
-        return computed if self._uses_exact_match(params) else "distribution"
-
-    def samples_on_device(self, seq: Sequence) -> bool:
-        return self._uses_exact_match(seq.params)
+        return computed if self.uses_exact_match(params) else "distribution"
 
     def iterate_accepted(self, seq: Sequence, output: Output, span: Span) -> AcceptedTokens:
-        if self._uses_exact_match(seq.params):
+        if self.uses_exact_match(seq.params):
             yield from self._exact.iterate_accepted(seq, output, span)
             return
         rows, n, sampler = output.get_logits(span.root_logits, span.end_logits), seq.n_output, seq.sampler

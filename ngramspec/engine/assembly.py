@@ -390,7 +390,7 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     """
     if config.prefix_cache_path is None or not config.prefix_cache:
         return None
-    pool, slot = runner.pool, runner.slot_for_tests(BLOCK)
+    pool, slot = runner.pool, runner.reserve_free_slot(BLOCK)
     tokens = (np.arange(BLOCK) * 7919 % runner.vocab_size).astype(np.int32)
     runner.forward(pack([Span(slot, tokens, 0, logits=0)], pool, runner.rows_per_item)).wait()
     block = pool.read_block(int(pool.tables[slot, 0]))

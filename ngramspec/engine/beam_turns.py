@@ -43,7 +43,7 @@ def search_beams(
         ids,
         options,
         runner=runner,
-        free_slots=core.scheduler.slots,
+        free_slots=core.scheduler.free_slots,
         block_hashes=block_hashes,
         speculator=drafts,
         cost_ms=core.cost.table,

@@ -122,7 +122,7 @@ class Engine(GenerationMethods):
             drafts = assembly.make_speculator(config, bound.runner, bound.cost, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, make_acceptance(config.acceptance, config.lenience))
             if bound.code is not None:
-                core.lacks_code = core.lacks_sampling = True
+                core.is_compiling_drafts = core.is_compiling_sampling = True
             core.prefixes = assembly.open_prefix_store(config, bound.runner)
             if stores:
                 core.use_datastores(stores)

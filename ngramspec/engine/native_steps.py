@@ -215,7 +215,7 @@ def make_table(seqs: list[Sequence], stats_rows: list[int]) -> tuple[np.ndarray,
 
 def _runs_natively(seq: Sequence) -> bool:
     """Return whether a sequence's tokens need only a logits row, the seed and the position, and only they end it."""
-    return seq.sampler.on_device and seq.samples_on_device and not (seq.params.stop or seq.lacks_prompt_logprobs)
+    return seq.sampler.needs_only_logits and seq.uses_exact_match and not (seq.params.stop or seq.lacks_prompt_logprobs)
 
 
 def _list_draws(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:

@@ -43,7 +43,7 @@ class Scheduler:
         self.max_rows = max_rows
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.slots = list(range(len(tables.n_blocks_of) - 1, -1, -1))
+        self.free_slots = list(range(len(tables.n_blocks_of) - 1, -1, -1))
         self.has_room: Callable[[list[int]], bool] | None = None
         """Whether drafters that keep KV of their own have room for new sequences of these lengths; None: there are no such drafters."""
         self.admits = True
@@ -74,7 +74,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> int:
         slot, seq.slot, seq.n_computed = seq.slot, -1, 0
         self.tables.release(slot)
-        self.slots.append(slot)
+        self.free_slots.append(slot)
         return slot
 
     def preempt(self, seq: Sequence) -> int:
@@ -119,7 +119,7 @@ class Scheduler:
         """Admit waiting sequences, oldest first, while there are slots and blocks. One whose prefix is being computed waits."""
         admitted: list[Sequence] = []
         for seq in list(self.waiting):
-            if not self.slots:
+            if not self.free_slots:
                 break
             if any(_will_share(seq, other) for other in self.running):
                 continue
@@ -136,13 +136,13 @@ class Scheduler:
     def _admit(self, seq: Sequence, prefixes: PrefixStore | None) -> bool:
         """Give the sequence a slot and blocks for all its tokens, with known KV as far as possible; its last token is always computed."""
         reads = seq.block_hashes is not None and not seq.lacks_prompt_logprobs
-        names = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK] if seq.block_hashes is not None and reads else []
+        hashes = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK] if seq.block_hashes is not None and reads else []
         if prefixes is not None:
-            prefixes.restore(names)
-        taken = self.tables.admit(self.slots[-1], names, seq.n_tokens)
+            prefixes.restore(hashes)
+        taken = self.tables.admit(self.free_slots[-1], hashes, seq.n_tokens)
         if taken < 0:
             return False
-        seq.slot, seq.n_computed = self.slots.pop(), taken * BLOCK
+        seq.slot, seq.n_computed = self.free_slots.pop(), taken * BLOCK
         if reads:
             self.prefix_queries += seq.n_tokens
             self.prefix_hits += seq.n_computed
@@ -178,5 +178,5 @@ def _will_share(seq: Sequence, other: Sequence) -> bool:
     if seq.block_hashes is None or other.block_hashes is None or seq.lacks_prompt_logprobs:
         return False
     i = other.n_computed // BLOCK
-    names, others = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK], other.block_hashes.hashes
-    return i < min(len(names), len(others)) and names[i] == others[i]  # a block's hash covers all before it
+    hashes, other_hashes = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK], other.block_hashes.hashes
+    return i < min(len(hashes), len(other_hashes)) and hashes[i] == other_hashes[i]  # a block's hash covers all before it

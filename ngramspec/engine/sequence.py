@@ -68,8 +68,8 @@ class Sequence:
     """No draft is looked for in this pass: the sequence is unpredictable, and looking costs time."""
     streams = False
     """Somebody waits for the delta of each step."""
-    samples_on_device = False
-    """Its tokens are its sampler's own (`Acceptance.samples_on_device`)."""
+    uses_exact_match = False
+    """Its tokens are its sampler's own (`Acceptance.uses_exact_match`)."""
     cooldown = last_cooldown = 0
     """Passes for which no draft will be made, and the length of the last such pause."""
 

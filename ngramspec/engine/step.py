@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _NO_TOKENS = np.empty(0, np.int32)
 
 MOVING_SHARE = 0.1  # most of the time of steps that moving weights into large pages may take
+SLOPE_ROWS = 8  # rows after those of a pass without drafts, whose mean cost decides whether forced tokens pay
 IDLE_S = 0.01  # without a request, until weights are moved into large pages and prompts are computed ahead
 
 
@@ -58,9 +59,9 @@ class Core:
         self.n_passes = 0
         self._max_rows = sys.maxsize  # of a pass with drafts; less once one did not fit into memory
         self.drafts_forced_tokens = True
-        self.lacks_code = False
+        self.is_compiling_drafts = False
         """Whether drafting and native steps are still being compiled: passes are plain until `begin_speculation`."""
-        self.lacks_sampling = False
+        self.is_compiling_sampling = False
         """Whether the functions that draw tokens are still being compiled: sequences that need them are not to be added (`can_run`)."""
         self.prefixes: PrefixStore | None = None
         """Keeps blocks of the prefix cache on disk; None: they are lost with the process."""
@@ -85,9 +86,9 @@ class Core:
 
         Raises what its drafters raise at `bind`, and UnsupportedModelError if they need hidden states that the runner does not provide.
         """
-        self.runner.keep_states(speculator.reads_hidden_states)  # raises if the runner cannot
-        self.runner.keep_states(False)
-        self._keeps_states = False
+        self.runner.keep_hidden_states(speculator.reads_hidden_states)  # raises if the runner cannot
+        self.runner.keep_hidden_states(False)
+        self._keeps_hidden_states = False
         self.runner.keep_candidates(speculator.needs_topk)
         speculator.bind(self.runner)
         self.speculator = speculator
@@ -95,28 +96,28 @@ class Core:
         self._observers = Observers(speculator, self.runner.pool)
         self.native_steps = NativeSteps(self.runner, speculator, self._observers)
 
-    def _keep_states(self) -> None:
-        """Have the next pass leave its hidden states if a drafter needs them."""
+    def _request_hidden_states(self) -> None:
+        """Have the runner's next passes keep their hidden states if a drafter needs them, and else not."""
         speculator = self.speculator
-        wanted = self._has_drafts and not self.lacks_code and speculator.reads_hidden_states and speculator.needs_hidden_states
-        if wanted != self._keeps_states:
-            self.runner.keep_states(wanted)
-            self._keeps_states = wanted
+        wanted = self._has_drafts and not self.is_compiling_drafts and speculator.reads_hidden_states and speculator.needs_hidden_states
+        if wanted != self._keeps_hidden_states:
+            self.runner.keep_hidden_states(wanted)
+            self._keeps_hidden_states = wanted
 
     def begin_sampling(self) -> None:
         """Let sequences draw tokens from now on: the code for it has been compiled."""
-        self.lacks_sampling = False
+        self.is_compiling_sampling = False
 
     def begin_speculation(self) -> None:
         """Draft and make native steps from the next step on, for running sequences too: their code has been compiled."""
-        self.lacks_code = False
+        self.is_compiling_drafts = False
         for seq in self.scheduler.running:
             if seq.speculation:
-                self._begin(seq)
+                self._begin_drafting(seq)
 
     def use_datastores(self, stores: Mapping[str, Datastore], ready: list[VectorIndex] | None = None) -> None:
         """Draft from these datastores from the next step on, for running sequences too. Raises ValueError."""
-        begun = [] if self.lacks_code else self.scheduler.running
+        begun = [] if self.is_compiling_drafts else self.scheduler.running
         running = ((seq.slot, seq.tokens, seq.datastores) for seq in begun if seq.speculation)
         self.speculator.use_datastores(stores, running, ready)
 
@@ -130,12 +131,12 @@ class Core:
 
     @property
     def _can_compute_ahead(self) -> bool:
-        return self.ahead.has_work and not self.lacks_code and bool(self.scheduler.slots)
+        return self.ahead.has_work and not self.is_compiling_drafts and bool(self.scheduler.free_slots)
 
     def work_idle(self) -> None:
         """Do for some milliseconds what can wait until there is no request."""
         if self._can_compute_ahead:
-            self.ahead.compute_some(self.scheduler.slots[-1], self.cost)
+            self.ahead.compute_some(self.scheduler.free_slots[-1], self.cost)
         elif self.prefixes is not None and (self.prefixes.idle_after_s == 0 or not self.has_small_pages):
             self.prefixes.save_some()
         elif self.has_small_pages:
@@ -155,12 +156,12 @@ class Core:
 
     def can_run(self, seq: Sequence) -> bool:
         """Return whether the functions that choose its tokens have been compiled."""
-        return not self.lacks_sampling or (seq.sampler.greedy and seq.sampler.is_stateless)
+        return not self.is_compiling_sampling or (seq.sampler.greedy and seq.sampler.is_stateless)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         seq.speculation = seq.speculation and self.speculator.active
-        seq.samples_on_device = self.acceptance.samples_on_device(seq)
+        seq.uses_exact_match = self.acceptance.uses_exact_match(seq.params)
         self.scheduler.add(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -184,10 +185,10 @@ class Core:
             meanwhile()
             return []
         self._has_drafts = any(each.seq.speculation for each in rows)
-        self._keep_states()
+        self._request_hidden_states()
         changed = None
         all_decode = all(each.n_rows == 1 and each.samples for each in rows)
-        if interrupt is not None and all_decode and not self.lacks_code and not self._keeps_states:
+        if interrupt is not None and all_decode and not self.is_compiling_drafts and not self._keeps_hidden_states:
             changed = self._step_natively(rows, interrupt)
         if changed is None:
             changed = self._step_with_hooks(rows, meanwhile)
@@ -235,7 +236,7 @@ class Core:
                 appended.append((seq, result.tokens[b, :n]))
             except Exception as e:
                 self._fail(seq, e)
-        changed, slots, going_on = list[Sequence](), list[int](), list[np.ndarray]()
+        changed, slots, continuing = list[Sequence](), list[int](), list[np.ndarray]()
         for seq, tokens in appended:
             if seq.slot < 0:
                 continue
@@ -246,8 +247,8 @@ class Core:
             self.runner.pool.truncate_to(seq.slot, seq.n_computed)
             if seq.speculation:
                 slots.append(seq.slot)
-                going_on.append(tokens)
-        self.speculator.observe_native_steps(len(result.records), np.array(slots, np.int32), going_on)
+                continuing.append(tokens)
+        self.speculator.observe_native_steps(len(result.records), np.array(slots, np.int32), continuing)
         return changed
 
     def _halve_rows(self, rows: list[ScheduledRows], n_rows: int) -> bool:
@@ -263,7 +264,7 @@ class Core:
 
     def _schedule(self) -> list[ScheduledRows]:
         """Begin a step: schedule it, and notify the speculator of admitted and preempted sequences."""
-        if not self.lacks_code:  # passes beside a compiler take longer, and what learns from them is being compiled
+        if not self.is_compiling_drafts:  # passes beside a compiler take longer, and what learns from them is being compiled
             self.timing.start_step()
         if self.prefixes is not None:
             self.prefixes.note_work()
@@ -271,11 +272,12 @@ class Core:
         for slot in preempted:
             self.speculator.end(slot)
         for seq in admitted:
-            if seq.speculation and not self.lacks_code:
-                self._begin(seq)
+            if seq.speculation and not self.is_compiling_drafts:
+                self._begin_drafting(seq)
         return rows
 
-    def _begin(self, seq: Sequence) -> None:
+    def _begin_drafting(self, seq: Sequence) -> None:
+        """Start drafting for a sequence that runs from now on."""
         params = DraftParams(
             banned=tuple(token for token, bias in seq.params.logit_bias.items() if bias <= -100),
             stops=tuple(seq.stop_ids),
@@ -296,7 +298,7 @@ class Core:
         # the deepest useful node: one more token always comes from the model itself
         depths = np.array([seq.max_depth for seq in sampling], np.int32)
         seqs = [seq for seq, depth in zip(sampling, depths.tolist(), strict=True) if depth > 0]
-        self._n_drafting, self._speculates = 0, bool(seqs) and not self.lacks_code
+        self._n_drafting, self._speculates = 0, bool(seqs) and not self.is_compiling_drafts
         if not self._speculates:
             return
         slots, depths = np.array([seq.slot for seq in seqs], np.int32), depths[depths > 0]
@@ -322,9 +324,7 @@ class Core:
     def _follow_grammar(self, seq: Sequence, tree: DraftTree, depth: int, plan: StepPlan, base: int, room: int) -> DraftTree:
         """Return the tree without what the sequence's grammar forbids, and with its forced tokens if these pay, at most `depth` deep."""
         assert seq.sampler.constraint is not None
-        cost = plan.cost_ms
-        few, many = min(base, len(cost) - 2), min(base + 8, len(cost) - 1)
-        least = plan.threshold * max(float(cost[many] - cost[few]), 0.0) / (many - few) if self.drafts_forced_tokens else np.inf
+        least = plan.threshold * _compute_row_ms(plan.cost_ms, base) if self.drafts_forced_tokens else np.inf
         return forced_tokens.apply_grammar(
             tree,
             seq.sampler.constraint.make_lookahead(),
@@ -340,14 +340,14 @@ class Core:
     def _make_span(self, rows: ScheduledRows) -> Span:
         seq, first, samples = rows.seq, rows.seq.n_computed, rows.samples
         logits = rows.n_rows if seq.lacks_prompt_logprobs else int(samples)
-        sampler = seq.sampler if samples and seq.samples_on_device else None
+        sampler = seq.sampler if samples and seq.uses_exact_match else None
         return Span(seq.slot, seq.buffer[first : first + rows.n_rows], first, seq.tree, logits, sampler, seq.n_prompt, samples)
 
     def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> Output:
         """Compute the pass."""
         n_rows, known = len(batch.input_ids), sum(len(span.tokens) for span in batch.spans)
         sampling, has_prompt = [span for span in batch.spans if span.samples], known > len(batch.spans)
-        self._keep_states()  # again: a drafter that was not asked for a while may be from this step on
+        self._request_hidden_states()  # again: a drafter that was not asked for a while may be from this step on
         self.timing.set_load(
             n_rows,
             nodes=n_rows - known,
@@ -396,14 +396,14 @@ class Core:
         self._commit_kv(accepted, output)
         self.timing.add_tokens(n_tokens)
         self._observers.record_pass(accepted, batch)
-        changed, going_on = list[Sequence](), list[Accepted]()
-        heard: list[tuple[int, int, int]] = []
+        changed, continuing = list[Sequence](), list[Accepted]()
+        topk_sequences: list[tuple[int, int, int]] = []
         for each in accepted:
             seq = each.seq
             if seq.slot < 0:
                 continue
             try:
-                self._observers.record_sequence(each, output, states=self._keeps_states)
+                self._observers.record_sequence(each, output, states=self._keeps_hidden_states)
             except Exception as e:
                 self._fail(seq, e)
                 continue
@@ -415,16 +415,16 @@ class Core:
                 self._finish(seq)
             else:
                 self.runner.pool.truncate_to(seq.slot, seq.n_computed)
-            if seq.speculation and not self.lacks_code:
+            if seq.speculation and not self.is_compiling_drafts:
                 if not seq.finished:
-                    going_on.append(each)
+                    continuing.append(each)
                 if self.speculator.needs_topk and not seq.drafting_paused:
                     last = each.span.start + len(each.span.tokens) - 1
-                    heard.append((seq.slot, int(seq.buffer[last - 1]) if last else -1, each.index))
-        if going_on or heard:
-            slots = np.array([each.seq.slot for each in going_on], np.int32)
-            accepted_paths = [each.tokens for each in going_on], [_map_to_own_nodes(each) for each in going_on]
-            self.speculator.observe(slots, *accepted_paths, make_pass_topk(heard, batch, output))
+                    topk_sequences.append((seq.slot, int(seq.buffer[last - 1]) if last else -1, each.index))
+        if continuing or topk_sequences:
+            slots = np.array([each.seq.slot for each in continuing], np.int32)
+            accepted_paths = [each.tokens for each in continuing], [_map_to_own_nodes(each) for each in continuing]
+            self.speculator.observe(slots, *accepted_paths, make_pass_topk(topk_sequences, batch, output))
         return changed
 
     def _commit_kv(self, accepted: list[Accepted], output: Output) -> None:
@@ -440,12 +440,18 @@ class Core:
 
     def _finish(self, seq: Sequence) -> None:
         self.remove(seq)
-        if seq.speculation and seq.tenant is not None and not self.lacks_code:
+        if seq.speculation and seq.tenant is not None and not self.is_compiling_drafts:
             self.speculator.remember(seq.tokens[seq.n_prompt :], seq.tenant)
 
     def _fail(self, seq: Sequence, error: Exception) -> None:
         self.remove(seq)
         self.on_error(seq, error)
+
+
+def _compute_row_ms(cost_ms: np.ndarray, n_rows: int) -> float:
+    """Return the milliseconds that a row adds to a pass of `n_rows` rows, the mean of the next `SLOPE_ROWS`. cost_ms [R + 1] float64."""
+    first, last = min(n_rows, len(cost_ms) - 2), min(n_rows + SLOPE_ROWS, len(cost_ms) - 1)
+    return max(float(cost_ms[last] - cost_ms[first]), 0.0) / (last - first)
 
 
 def _score_tokens(output: Output, span: Span, match: Match, n: int) -> list[TokenLogprob]:

@@ -233,7 +233,7 @@ def learn_verified(t, p, before, appended, accepted, tokens, nodes):
     before [B] int64: the token before each sequence's root.
     """
     table, roots, (_, _, history, _, recycles) = t.table, p.roots, t.drafting
-    B, going_on, n_seen, n_new, n_path = table.shape[0], 0, 0, 0, 0
+    B, n_continuing, n_seen, n_new, n_path = table.shape[0], 0, 0, 0, 0
     slots, seen = np.empty(B, np.int32), np.empty((B, 3), np.int64)
     new_start, path_start = np.zeros(B + 1, np.int64), np.zeros(B + 1, np.int64)
     new, path = np.empty(appended.sum(), np.int32), np.empty(accepted.sum(), np.int32)
@@ -246,23 +246,23 @@ def learn_verified(t, p, before, appended, accepted, tokens, nodes):
             n_seen += 1
         if seq.state != RUNNING:
             continue
-        slots[going_on] = seq.slot
+        slots[n_continuing] = seq.slot
         for i in range(appended[b]):
             new[n_new + i] = tokens[root + i]
         for i in range(accepted[b]):
             path[n_path + i] = nodes[root + i]
         n_new, n_path = n_new + appended[b], n_path + accepted[b]
-        going_on += 1
-        new_start[going_on], path_start[going_on] = n_new, n_path
-    if not going_on and not n_seen:
+        n_continuing += 1
+        new_start[n_continuing], path_start[n_continuing] = n_new, n_path
+    if not n_continuing and not n_seen:
         return
     rows = (seen[:n_seen], p.input_ids, p.parents, roots, p.ends, t.root_logits, p.tokens[0], p.values[0])
-    accepted_tokens = (new_start[: going_on + 1], new, path_start[: going_on + 1], path)
+    accepted_tokens = (new_start[: n_continuing + 1], new, path_start[: n_continuing + 1], path)
     n_updated = call_at(
         tree_builder.update, t.functions[UPDATE],
-        (t.draft_state, slots[:going_on], _FIRST, accepted_tokens, history, _NO_DRAFTERS, rows),
+        (t.draft_state, slots[:n_continuing], _FIRST, accepted_tokens, history, _NO_DRAFTERS, rows),
     )  # fmt: skip
-    if n_updated < going_on:
+    if n_updated < n_continuing:
         raise RuntimeError("tables without room")
 
 

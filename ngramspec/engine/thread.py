@@ -245,7 +245,7 @@ class StepThread:
             self._interrupt[0] = 0
         for message in messages:
             message()
-        if self._held and not self.core.lacks_sampling:
+        if self._held and not self.core.is_compiling_sampling:
             held, self._held = self._held, {}
             for request in held:
                 self._add(request)

@@ -199,11 +199,11 @@ class Proposer:
         last[roots], last[~is_root] = token_ids_cpu[rows, np.maximum(known - 1, 0)], likely.drafted
         before[1:] = last[:-1]
         before[roots] = np.where(known > 1, token_ids_cpu[rows, np.maximum(known - 2, 0)], -1)
-        heard = np.repeat((n_new > 0) & (known > 0), likely.lengths) & (last >= 0) & (last < self.guest.vocab_size)
-        if heard.all():
+        continues = np.repeat((n_new > 0) & (known > 0), likely.lengths) & (last >= 0) & (last < self.guest.vocab_size)
+        if continues.all():
             self.guest.record_topk(None, before, last, likely.tokens, likely.logits)
-        elif heard.any():
-            self.guest.record_topk(None, before[heard], last[heard], likely.tokens[heard], likely.logits[heard])
+        elif continues.any():
+            self.guest.record_topk(None, before[continues], last[continues], likely.tokens[continues], likely.logits[continues])
 
     def _draft_rows(self, n: int, rows: list[int], keys: list[Hashable], texts: list[np.ndarray], *, known: bool) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in range(n)]

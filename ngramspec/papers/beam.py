@@ -137,8 +137,8 @@ class BeamSearch:
         spans = [self._make_span(beam, len(beam.tokens) - beam.computed) for beam in self.beams]
         batch = pack(spans, self.runner.pool, self.runner.rows_per_item)
         output = self.runner.forward(batch)
-        heard = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
-        likely = make_pass_topk(heard, batch, output) if self.speculator.needs_topk else None
+        sequences = [(beam.lane, int(beam.tokens[-2]) if len(beam.tokens) > 1 else -1, b) for b, beam in enumerate(self.beams)]
+        likely = make_pass_topk(sequences, batch, output) if self.speculator.needs_topk else None
         texts = self._search(output, spans)
         if not self.done:
             self._commit(output, texts, likely)

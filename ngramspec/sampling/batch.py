@@ -1,7 +1,7 @@
 """Packing: put all rows of all sequences of a step into the flat arrays of one `Batch`.
 
 Knows block tables and draft trees, not models. Each sequence comes as a `Span`: a chunk of its prompt, or its
-last token (the root) with a draft tree behind it. Root row first, then nodes in tree order.
+last token (the root) with a draft tree after it. Root row first, then nodes in tree order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCORED_ROWS = 256
 
 @dataclass(slots=True)
 class Span:
-    """Rows of one sequence in a pass: `tokens` from position `start` on, then the nodes of `tree` behind the last of them."""
+    """Rows of one sequence in a pass: `tokens` from position `start` on, then the nodes of `tree` after the last of them."""
 
     slot: int
     tokens: np.ndarray  # [n] int32
@@ -72,9 +72,9 @@ class Batch:
     items: np.ndarray  # [I, 2] int32: first and last + 1 row of the group
     owners: np.ndarray  # [I] int32: slot of the group's sequence
     tables: np.ndarray  # [I, max_blocks] int32: the block table of the group's sequence
-    bases: np.ndarray  # [T] int32: from this position on, a key's slot is found through `paths`; before, slot = position
-    paths: np.ndarray  # [T, depth] int32: slots of positions base, base + 1, …, the row's own (draft ancestors, then itself)
-    blocks: np.ndarray  # [T] int32: block of the row's write slot
+    bases: np.ndarray  # [T] int32: from this position of the text on, KV positions are in `paths`; before, they equal those of the text
+    paths: np.ndarray  # [T, depth] int32: KV positions from the row's base on: of its draft ancestors, then its own
+    blocks: np.ndarray  # [T] int32: block that the row's keys and values are written to
     offsets: np.ndarray  # [T] int32: its offset in that block
     parents: np.ndarray  # [T] int32: the row of a draft node's parent; -1 for all other rows
     roots: np.ndarray  # [B] int32: row of each sequence's last known token

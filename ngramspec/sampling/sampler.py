@@ -255,9 +255,9 @@ def apply_mask(row, mask):
     return out
 
 
-def on_device(params: SamplingParams) -> bool:
+def needs_only_logits(params: SamplingParams) -> bool:
     """Return whether tokens are a function of (logits row, seed, position) alone and no log-probabilities are wanted, so that all
-    sequences can be sampled in one call."""
+    sequences can be sampled in one call, on a device too."""
     return _keeps_logits(params) and params.logprobs is None
 
 
@@ -321,7 +321,8 @@ class Sampler:
     def _choose_path(self) -> None:
         """Find out what of the sampler's work a device can do."""
         params, free = self.params, self.constraint is None
-        self.on_device = free and on_device(params)
+        self.needs_only_logits = free and needs_only_logits(params)
+        """Whether tokens are drawn from logits as they are, and nothing else is wanted, so that a pass can sample by itself."""
         self.by_entries = free and _is_sparse(params) and params.logprobs is None
         """Whether `list_entries` lists all adjustments."""
         unusual = params.post_sampling_probs or params.logprob_token_ids

@@ -63,7 +63,7 @@ def match_batch(
     what these draw, too.
     """
     if picked is None:
-        picked = [span.sampler is not None and span.sampler.on_device and span.samples for span in batch.spans]
+        picked = [span.sampler is not None and span.sampler.needs_only_logits and span.samples for span in batch.spans]
     how = [_choose_matcher(span, draws=logits is not None) if each else _ALONE for span, each in zip(batch.spans, picked, strict=True)]
     if not any(how):
         return [None] * len(how)

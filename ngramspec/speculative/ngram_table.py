@@ -112,7 +112,7 @@ def _pack_entry(head, total, run):
 
 @njit(cache=True, nogil=True)
 def _remove_entry(table, shift, hole):
-    """Empty an entry and close the gap, so that no probe sequence breaks and no tombstone stays."""
+    """Delete an entry and close the gap, so that no probe sequence breaks and no tombstone stays."""
     mask = (len(table) >> 1) - 1
     j = hole
     while True:

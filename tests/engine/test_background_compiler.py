@@ -168,14 +168,14 @@ def test_texts_are_the_same_when_speculation_joins(path: Path, temperature: floa
         expected = plain.complete(prompt, params)
     for join_at in (0, 1, 20):
         with Engine(str(path)) as engine:
-            engine.core.lacks_code = True
+            engine.core.is_compiling_drafts = True
             tokens = list[int]()
 
             def deliver(delta: Delta | Exception, engine: Engine = engine, tokens: list[int] = tokens, join_at: int = join_at) -> None:
                 assert isinstance(delta, Delta)
                 tokens += delta.token_ids
-                assert not engine.core.lacks_code or engine.core.cost.n_seen == 0, "learnt from passes beside a compiler"
-                if engine.core.lacks_code and len(tokens) >= join_at:  # this runs in the engine's thread
+                assert not engine.core.is_compiling_drafts or engine.core.cost.n_seen == 0, "learnt from passes beside a compiler"
+                if engine.core.is_compiling_drafts and len(tokens) >= join_at:  # this runs in the engine's thread
                     engine.core.begin_speculation()
 
             done = engine.submit(prompt, params, deliver=deliver).result()
@@ -189,7 +189,7 @@ def test_texts_are_the_same_when_speculation_joins(path: Path, temperature: floa
 )
 def test_a_request_that_changes_or_draws_waits_for_sampling(path: Path, options: dict[str, Any], waits: bool) -> None:
     with Engine(str(path)) as engine:
-        engine.core.lacks_code = engine.core.lacks_sampling = True
+        engine.core.is_compiling_drafts = engine.core.is_compiling_sampling = True
         request = engine.submit([1, 2, 3], SamplingParams(max_tokens=4, **options))
         assert len(engine.complete([1, 2, 3], SamplingParams(max_tokens=4)).token_ids) == 4, "others go on"
         assert request.done is not waits
@@ -202,7 +202,7 @@ def test_a_request_that_changes_or_draws_waits_for_sampling(path: Path, options:
 
 def test_what_waits_for_sampling_can_be_cancelled(path: Path) -> None:
     with Engine(str(path)) as engine:
-        engine.core.lacks_code = engine.core.lacks_sampling = True
+        engine.core.is_compiling_drafts = engine.core.is_compiling_sampling = True
         requests = [engine.submit([1, 2, 3], SamplingParams(max_tokens=4, temperature=1.0, n=2)) for _ in range(50)]
         assert engine.status().waiting == 100
         for request in requests[1:]:

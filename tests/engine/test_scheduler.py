@@ -41,7 +41,7 @@ def check(scheduler: Scheduler) -> None:
     tables: Any = scheduler.tables
     tables.check_integrity()
     slots = [s.slot for s in scheduler.running]
-    assert sorted(slots + scheduler.slots) == list(range(len(tables.n_blocks_of)))
+    assert sorted(slots + scheduler.free_slots) == list(range(len(tables.n_blocks_of)))
     assert all(s.slot < 0 and s.n_computed == 0 for s in scheduler.waiting)
     for seq in scheduler.running:
         assert 0 <= seq.n_computed < seq.n_tokens

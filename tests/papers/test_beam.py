@@ -48,7 +48,7 @@ def engine() -> Iterator[Engine]:
         yield engine
         engine.runner.pool.check_integrity()
         assert engine.runner.pool.n_available == engine.runner.pool.n_blocks
-        assert sorted(engine.core.scheduler.slots) == list(range(8))
+        assert sorted(engine.core.scheduler.free_slots) == list(range(8))
 
 
 def same_as_transformers(engine: Engine, theirs: Any, prompt: list[int], width: int, **options: Any) -> None:

@@ -16,7 +16,7 @@ from ngramspec.sampling.sampler import (
     _draw_index,
     _scale_by_fraction,
     encode_top_p,
-    on_device,
+    needs_only_logits,
     token_logprob,
     uniform_bits,
 )
@@ -196,7 +196,7 @@ def test_probabilities_after_sampling_are_those_that_are_drawn_from(temperature:
     assert {i: np.exp(logprob) for i, logprob in got.top} == pytest.approx(shares)
     assert np.exp(got.logprob) == pytest.approx(shares[token])
     assert not each.scores_few
-    assert not each.on_device
+    assert not each.needs_only_logits
 
 
 def test_log_probabilities_of_the_tokens_that_were_asked_for() -> None:
@@ -219,9 +219,9 @@ def test_not_a_number(temperature: float) -> None:
 
 
 def test_what_a_device_can_pick() -> None:
-    assert on_device(SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=3))
+    assert needs_only_logits(SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=3))
     for other in ({"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"logprobs": 0}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.1}):
-        assert not sampler(**other).on_device
+        assert not sampler(**other).needs_only_logits
 
 
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [

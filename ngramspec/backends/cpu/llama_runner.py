@@ -196,7 +196,7 @@ class LlamaRunner(Runner):
 
         Raises OutOfMemoryError, UnsupportedModelError, ModelNotFoundError if a file has changed.
         """
-        self.max_rows, self._keep_states, self._make_model = options.max_rows, False, make_model
+        self.max_rows, self._keeps_hidden_states, self._make_model = options.max_rows, False, make_model
         self.precision, self.kv_dtype = resolve_precision(options.precision, options.kv_dtype, is_quantised(source))
         self.weight_map, self.shapes, self.n_layers = weight_map, weight_map.kv_shapes(), len(weight_map.layers)
         options.progress("packing weights")
@@ -252,7 +252,7 @@ class LlamaRunner(Runner):
         assert self.decoder is not None
         self.pool.check_positions(batch.spans)
         computed = self.decoder.run(
-            batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keep_states, n_best=self._n_best
+            batch, self.pool, numba.get_num_threads(), first=first, n_layers=n_layers, states=self._keeps_hidden_states, n_best=self._n_best
         )
         return HostOutput(computed, self.pool, batch, (time.perf_counter() - started) * 1e3)
 
@@ -281,7 +281,7 @@ class LlamaRunner(Runner):
 
     def _head_is_independent(self) -> bool:
         tokens = np.arange(9, dtype=np.int32)
-        slot = self.slot_for_tests(len(tokens))
+        slot = self.reserve_free_slot(len(tokens))
         try:
             logits = []
             for n in (9, 4, 1):
@@ -292,7 +292,7 @@ class LlamaRunner(Runner):
             self.pool.release(slot)
 
     def native_forward(self) -> NativeLlamaForward | None:
-        if self.decoder is None or self._keep_states:
+        if self.decoder is None or self._keeps_hidden_states:
             return None
         if self._native is None or self._native.decoder is not self.decoder:
             self._native = NativeLlamaForward(self.decoder, self.pool, self.rows_per_item)
@@ -309,8 +309,8 @@ class LlamaRunner(Runner):
     def enlarge_page(self) -> bool:
         return self.arena.enlarge_page()
 
-    def keep_states(self, wanted: bool) -> None:
-        self._keep_states = wanted
+    def keep_hidden_states(self, wanted: bool) -> None:
+        self._keeps_hidden_states = wanted
 
     def keep_candidates(self, wanted: bool) -> None:
         self._n_best = KEPT if wanted else 1

@@ -82,7 +82,7 @@ class CpuRunner(LlamaRunner):
         self._bound = model.eval()
         self.max_rows = options.max_rows
         self._states: np.ndarray | None = None  # of the last pass, where they are kept
-        self._keep_states = False
+        self._keeps_hidden_states = False
         self._hook: RemovableHandle | None = None
         check_supported(model, recurrent=CPU_RECURRENT_MODULES, latent=True)
         latent_weights.check_sizes(model)
@@ -208,7 +208,7 @@ class CpuRunner(LlamaRunner):
 
         Rows for which two experts' logits are so close that rounding may decide between them are left out.
         """
-        slot, n = self.slot_for_tests(len(text.ids)), len(text.ids)
+        slot, n = self.reserve_free_slot(len(text.ids)), len(text.ids)
         got = Trace(wanted.layers)
         try:
             decoder.begin_at(text.start)
@@ -259,7 +259,7 @@ class CpuRunner(LlamaRunner):
         try:
             for ids in (text.ids[:mates], text.ids):
                 if len(ids):
-                    slots.append(self.slot_for_tests(len(ids)))
+                    slots.append(self.reserve_free_slot(len(ids)))
                     spans.append(Span(slots[-1], ids, 0, logits=len(ids)))
             batch = pack(spans, self.pool, self.rows_per_item)
             got = trace(
@@ -308,12 +308,12 @@ class CpuRunner(LlamaRunner):
             raise UnsupportedModelError(f"{type(self.model).__name__}: its first layers cannot be had by themselves")
         return super().early_exit(n_layers)
 
-    def keep_states(self, wanted: bool) -> None:
+    def keep_hidden_states(self, wanted: bool) -> None:
         def remember(_module: nn.Module, _args: tuple[object, ...], output: BaseModelOutputWithPast) -> None:
             assert output.last_hidden_state is not None
             self._states = output.last_hidden_state[0].numpy()
 
-        super().keep_states(wanted)
+        super().keep_hidden_states(wanted)
         if self._hook is not None:
             self._hook.remove()
         self._states, self._hook = None, self.model.base_model.register_forward_hook(remember) if wanted else None

@@ -134,7 +134,7 @@ class CudaOutput:
         ]
 
     def get_hidden_states(self, rows: np.ndarray) -> np.ndarray:
-        raise NotImplementedError("`CudaRunner.keep_states` refuses")
+        raise NotImplementedError("`CudaRunner.keep_hidden_states` refuses")
 
     def commit(self, kept: Sequence[Kept]) -> None:
         for b, start, path in kept:

@@ -184,7 +184,7 @@ class CudaRunner(Runner):
         try:
             while n_rows > 0 and len(slots) < len(self.pool.n_blocks_of):
                 n = min(n_rows, self.pool.max_blocks * BLOCK)
-                slots.append(self.slot_for_tests(n))
+                slots.append(self.reserve_free_slot(n))
                 spans.append(Span(slots[-1], np.zeros(n, np.int32), 0, logits=min(n, n_logits)))
                 n_rows, n_logits = n_rows - n, n_logits - spans[-1].logits
             return peak_bytes(self._device, lambda: self.forward(pack(spans, self.pool, self.rows_per_item)).wait())
@@ -279,7 +279,7 @@ class CudaRunner(Runner):
     def _measure_error(self, expected: ExpectedLogits) -> float:
         """Return how far our logits are from those that are expected."""
         tokens = expected.tokens
-        slot = self.slot_for_tests(len(tokens))
+        slot = self.reserve_free_slot(len(tokens))
         try:
             self.run([Span(slot, tokens[:-1], 0, logits=0)])
             logits = self.run([Span(slot, tokens[-1:], len(tokens) - 1)])[0]
@@ -328,10 +328,10 @@ class CudaRunner(Runner):
         if n < 2:
             return True
         tokens = np.random.default_rng(1).integers(0, self.vocab_size, n).astype(np.int32)
-        slots = [self.slot_for_tests(n)]
+        slots = [self.reserve_free_slot(n)]
         try:
             if len(self.pool.n_blocks_of) > 1:
-                slots.append(self.slot_for_tests(n))
+                slots.append(self.reserve_free_slot(n))
             logits = []
             for beside, most in ((tokens[::-1].copy(), max(self.max_rows // len(slots), 1)), (None, 48)):
                 for first in range(0, n - 1, most):
@@ -347,7 +347,7 @@ class CudaRunner(Runner):
     def _test_accepted(self) -> bool:
         """Test a tree whose right nodes come last among siblings: the pass moves their keys and values, and the next token sees them."""
         depth, prompt, sampler = min(3, self.max_depth), np.arange(5, dtype=np.int32) % self.vocab_size, self._make_sampler(temperature=0)
-        slot = self.slot_for_tests(len(prompt) + 2 * depth)
+        slot = self.reserve_free_slot(len(prompt) + 2 * depth)
 
         def step(token: int, i: int, tree: DraftTree | None = None) -> tuple[torch.Tensor, list[int]]:
             return self._run_pass(
@@ -384,7 +384,7 @@ class CudaRunner(Runner):
         try:
             for i in range(n_seqs):
                 tokens = np.arange(i, i + (bucket.rows + i) // n_seqs, dtype=np.int32) % self.vocab_size
-                slots.append(self.slot_for_tests(len(tokens)))
+                slots.append(self.reserve_free_slot(len(tokens)))
                 n = max(1, len(tokens) - self.max_nodes)
                 spans.append(Span(slots[-1], tokens[:n], 0, make_chain_tree(len(tokens) - n), sampler=sampler, n_prompt=n))
             results = []

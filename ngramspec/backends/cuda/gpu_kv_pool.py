@@ -57,14 +57,14 @@ class CudaPool(BlockTables):
     def block_bytes(shapes: list[tuple[int, int]], dtype: torch.dtype) -> int:
         return sum(2 * heads * dim * BLOCK * dtype.itemsize for heads, dim in shapes)
 
-    def admit(self, slot: int, hashes: Sequence[bytes], n_slots: int) -> int:
+    def admit(self, slot: int, hashes: Sequence[bytes], n_positions: int) -> int:
         self._stale.add(slot)
-        return super().admit(slot, hashes, n_slots)
+        return super().admit(slot, hashes, n_positions)
 
-    def reserve(self, slot: int, n_slots: int) -> bool:
-        if self.count_blocks(n_slots) > self.n_blocks_of[slot]:
+    def reserve(self, slot: int, n_positions: int) -> bool:
+        if self.count_blocks(n_positions) > self.n_blocks_of[slot]:
             self._stale.add(slot)
-        return super().reserve(slot, n_slots)
+        return super().reserve(slot, n_positions)
 
     def register(self, slot: int, hashes: Sequence[bytes]) -> None:
         self._stale.add(slot)

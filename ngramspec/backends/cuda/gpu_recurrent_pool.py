@@ -145,10 +145,10 @@ class CudaRecurrentPool(CudaPool):
         self._paths[slot, : len(path)] = path - start
 
     @torch.inference_mode()
-    def admit(self, slot: int, hashes: Sequence[bytes], n_slots: int) -> int:
+    def admit(self, slot: int, hashes: Sequence[bytes], n_positions: int) -> int:
         """Admit a sequence as block tables do, with a prefix that ends where a snapshot of the state is."""
-        n = self._table.count_blocks(hashes[: self.count_blocks(n_slots)], self.block_of)
-        taken = super().admit(slot, hashes[:n], n_slots)
+        n = self._table.count_blocks(hashes[: self.count_blocks(n_positions)], self.block_of)
+        taken = super().admit(slot, hashes[:n], n_positions)
         if taken > 0:
             i = self._table.use(hashes[taken - 1])
             self._state[slot], self._tails[slot] = self._kept_state[i], self._kept_tails[i]

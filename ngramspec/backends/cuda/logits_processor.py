@@ -40,7 +40,7 @@ class PenaltyEntries:
         rows["n_entries"].fill(0)
         for s, span in enumerate(batch.spans):
             sampler = span.sampler
-            plain = sampler is not None and (sampler.on_device or sampler.scores_few)
+            plain = sampler is not None and (sampler.needs_only_logits or sampler.scores_few)
             if sampler is None or plain or not sampler.by_entries:
                 picked.append(plain)
                 continue

@@ -38,7 +38,7 @@ class StepPlan(NamedTuple):
 
 class StepTimer:
     def __init__(self, cost: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock`: seconds."""
+        """Time steps by this clock, in seconds, and predict and correct their cost with this model."""
         self.cost, self.threshold, self._clock = cost, SpeculationThreshold(), clock
         self._started: float | None = None
         self._load = self._base = Load(0)

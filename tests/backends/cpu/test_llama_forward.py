@@ -175,7 +175,7 @@ def test_threads_that_come_late_or_never(bind: Bind, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_hidden_states(bind: Bind, expected: Callable[..., Any], precision: str) -> None:
     runner = bind("qwen3", precision=precision)
-    runner.keep_states(True)
+    runner.keep_hidden_states(True)
     wanted = expected("qwen3").hidden_states[-1][0]
     seen = []
     for decoder in (runner.decoder, None):
@@ -190,7 +190,7 @@ def test_hidden_states(bind: Bind, expected: Callable[..., Any], precision: str)
     near = 3e-6 if precision == "float32" else 0.02
     assert distance(seen[0], wanted) < near
     assert distance(seen[1], wanted) < near
-    runner.keep_states(False)
+    runner.keep_hidden_states(False)
     assert runner.pool.reserve(0, 60)
     with pytest.raises(AssertionError, match="not kept"):
         runner.forward(pack([Span(0, TOKENS, 0)], runner.pool, runner.rows_per_item)).get_hidden_states(np.arange(1))

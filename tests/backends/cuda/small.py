@@ -69,7 +69,7 @@ class Text:
         self.sampler = Sampler(
             SamplingParams(**params), index=0, seed=params.get("seed", 0), prompt=prompt, vocab_size=VOCAB, stop_ids=frozenset()
         )
-        self.slot = runner.slot_for_tests(32)
+        self.slot = runner.reserve_free_slot(32)
         self.tokens = prompt.tolist()
         self.rows: list[torch.Tensor] = []
         """Logits after every token from the prompt's last on."""

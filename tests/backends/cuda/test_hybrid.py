@@ -101,7 +101,7 @@ def test_hybrids_with_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(runner._decoder, CudaDecoder)
     assert all(isinstance(layer.mlp, ExpertLayer) for layer in runner._decoder.layers)
     assert (runner.is_recurrent, runner.has_experts) == (True, True)
-    slots, prompt = [runner.slot_for_tests(16) for _ in range(2)], np.array([5, 9, 5], np.int32)
+    slots, prompt = [runner.reserve_free_slot(16) for _ in range(2)], np.array([5, 9, 5], np.int32)
     runner.run([Span(slots[0], prompt[:-1], 0, logits=0)])
     logits = runner.run([Span(slots[0], prompt[-1:], 2, small.branching([7, 8]))])
     for row, path in ((2, [7, 9]), (3, [7, 8])):
@@ -125,7 +125,7 @@ def test_random_trees_have_the_logits_of_their_paths(device: str, monkeypatch: p
     runner, rng = bind(device, max_len=96, max_rows=32), np.random.default_rng(2)
     texts = [rng.integers(0, small.VOCAB, n).astype(np.int32) for n in (2, 5)]
     first, second = ([make_tree(rng, N_NODES) for _ in texts] for _ in range(2))
-    slots = [runner.slot_for_tests(60) for _ in range(3)]
+    slots = [runner.reserve_free_slot(60) for _ in range(3)]
     for slot, text in zip(slots, texts, strict=False):
         runner.run([Span(slot, text[:-1], 0, logits=0)])
     batch = pack([Span(slot, text[-1:], len(text) - 1, tree) for slot, text, tree in zip(slots, texts, first, strict=False)], runner.pool)
@@ -313,6 +313,6 @@ def test_gguf_files_keep_their_blocks(device: str, tmp_path: Path, monkeypatch: 
         shape = runner._delta_shape
         assert shape is not None
         assert (shape.row_width == shape.gates_width) == (not packed)
-        slot = runner.slot_for_tests(6)
+        slot = runner.reserve_free_slot(6)
         logits.append(runner.run([Span(slot, np.arange(6, dtype=np.int32), 0, logits=6)]))
     assert torch.equal(*logits)

@@ -122,7 +122,7 @@ def test_experts_stay_in_blocks(device: str, tmp_path: Path, monkeypatch: pytest
     assert isinstance(packed._decoder, CudaDecoder)
     assert isinstance(packed._decoder.layers[0].mlp, ExpertLayer)
     assert isinstance(packed._decoder.layers[0].mlp.experts.down, PackedPairProduct)
-    whole, same = (runner.run([Span(runner.slot_for_tests(5), PROMPT, 0, logits=5)]) for runner in (dense, packed))
+    whole, same = (runner.run([Span(runner.reserve_free_slot(5), PROMPT, 0, logits=5)]) for runner in (dense, packed))
     assert torch.equal(whole, same)
 
 
