@@ -20,7 +20,7 @@ from benchmarks.recordings import RecordedText
 from ngramspec.datastore import Datastore
 from ngramspec.defaults import ANSWERS, HISTORY
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 from ngramspec.speculative.drafter import DraftOptions, DraftParams, PassTopK, SequenceInfo
 from ngramspec.speculative.proposer import TreeProposer
 
@@ -98,7 +98,7 @@ def make_proposer(
     *, answers: bool = False, stores: Sequence[Datastore] = (), similar: bool = True, vocab_size: int = 0, **more: Any
 ) -> TreeProposer:
     """Return the merged drafter with these sources. `vocab_size` above 0: with the model's own candidates, where the traces have them."""
-    stored = SuffixDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None
+    stored = DatastoreDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None
     if stored is not None:
         stored.wait_until_loaded()
     return TreeProposer(

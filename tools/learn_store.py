@@ -38,7 +38,7 @@ from ngramspec.cli.datastore import load_tokenizer_backend
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
 from ngramspec.speculative import features, proposer, tree_builder
-from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 from ngramspec.speculative.drafter import DraftOptions, DraftParams
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
@@ -71,7 +71,7 @@ class Store(NamedTuple):
     """The datastores of one session."""
 
     kind: str
-    drafter: SuffixDrafter
+    drafter: DatastoreDrafter
 
 
 def stores_of(sessions: dict[int, list[str]], foreign: Datastore, tokenizer: str, folder: Path, seed: int) -> dict[int, Store]:
@@ -89,7 +89,7 @@ def stores_of(sessions: dict[int, list[str]], foreign: Datastore, tokenizer: str
                 (files / f"{i}.py").write_text(old or "pass\n", encoding="utf-8")
             build([files], folder / f"store-{session}", backend, tokenizer)
             named["own"] = Datastore.open(folder / f"store-{session}")
-        drafter = SuffixDrafter(named, 1024, similar=False)
+        drafter = DatastoreDrafter(named, 1024, similar=False)
         drafter.follows_changes = False
         drafter.wait_until_loaded()
         made[session] = Store(kind, drafter)
@@ -105,7 +105,7 @@ def asked_again(traces: list[Made], rng: random.Random) -> list[Made]:
     return out
 
 
-def trees_of(drafter: SuffixDrafter, trace: Made) -> ExternalTrees:
+def trees_of(drafter: DatastoreDrafter, trace: Made) -> ExternalTrees:
     """Return the datastores' trees at every position of the trace's output, and at its end."""
     text, slots = np.concatenate([trace.prompt, trace.output]), np.arange(len(trace.output) + 1, dtype=np.int32)
     for slot in slots.tolist():

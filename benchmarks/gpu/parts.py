@@ -271,9 +271,9 @@ class Foretold:
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         self.tokens[seq] = tokens
 
-    def attach(self, seq: int, text: SequenceInfo) -> None:
-        self.known[seq] = self.outputs.get(tuple(self.tokens[seq][: text.n_prompt].tolist()), ())
-        self.at[seq] = len(self.tokens[seq]) - text.n_prompt
+    def attach(self, seq: int, info: SequenceInfo) -> None:
+        self.known[seq] = self.outputs.get(tuple(self.tokens[seq][: info.n_prompt].tolist()), ())
+        self.at[seq] = len(self.tokens[seq]) - info.n_prompt
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
         found = []

@@ -34,7 +34,7 @@ from ngramspec.engine.acceptance import make_acceptance
 from ngramspec.outputs import KEPT
 from ngramspec.papers.count_drafter import Counts
 from ngramspec.papers.registry import make_drafter
-from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 from ngramspec.speculative.drafter import CanDraw, Drafter, DraftOptions, Speculator
 from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.speculative.single import SingleDrafter
@@ -107,7 +107,7 @@ class Bench:
         store, V = category.store, self.engine.vocab_size
 
         def make_merged(*, stored: bool = True, **options: Any) -> TreeProposer:
-            similar = SuffixDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
+            similar = DatastoreDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
             if similar is not None:
                 similar.wait_until_loaded()
             return TreeProposer(DraftOptions(vocab_size=V, max_seqs=MAX_SEQS, **options), datastore=similar)

@@ -34,7 +34,7 @@ from ngramspec.models.expert_weights import ExpertWeights
 from ngramspec.models.q8_blocks import BLOCK, quantise_rows
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import rank_rows
-from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 
 
 def compile_portable(folder: Path, progress: Progress) -> None:
@@ -119,7 +119,7 @@ def _compile_datastores() -> None:
             with Datastore.open(Path(temporary, "store"), verify="full") as store:
                 context = np.array(tokenizer.encode("a = 1\r\nb").ids, np.int32)
                 store.lookup(context.tolist())
-                drafter = SuffixDrafter({"some": store}, 1)
+                drafter = DatastoreDrafter({"some": store}, 1)
                 assert drafter.line_ends
                 drafter.line_ends.result()
                 drafter.begin(0, context)

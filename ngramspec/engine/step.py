@@ -353,7 +353,7 @@ class Core:
             nodes=n_rows - known,
             n_seqs=len(sampling),
             keys=sum(span.start + len(span.tokens) for span in batch.spans),
-            looked=self._n_drafting,
+            n_drafting=self._n_drafting,
             has_prompt=has_prompt,
             n_beside=sum(len(span.tokens) == 1 for span in sampling) if has_prompt else 0,
             speculates=self._speculates,

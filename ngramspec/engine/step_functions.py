@@ -21,7 +21,7 @@ from ngramspec.sampling.verify import DRAWN, FOLLOWED, match_drawn, match_picked
 from ngramspec.sequence_table import MAX_NEW_TOKENS, NO_SOURCE, RUNNING, STEP_RECORD, UNPICKED
 from ngramspec.speculative import ngram_table, tree_builder
 from ngramspec.speculative.budget.backoff import is_unpredictable, update_cooldown
-from ngramspec.speculative.draft_stats import StatsTable, count
+from ngramspec.speculative.draft_stats import StatsTable, count_pass
 from ngramspec.speculative.features import ExternalTrees
 
 _update_cooldown, _is_unpredictable = njit(update_cooldown), njit(is_unpredictable)
@@ -223,7 +223,7 @@ def count_step(t, p, appended, accepted, nodes):
         for i in range(accepted[b]):
             path[n] = nodes[roots[b] + i]
             n += 1
-    count((t.counts, t.expected, t.columns), counted, t.sources, t.probs, path, p.positions, roots, p.ends)
+    count_pass((t.counts, t.expected, t.columns), counted, t.sources, t.probs, path, p.positions, roots, p.ends)
 
 
 @njit(cache=True, nogil=True)

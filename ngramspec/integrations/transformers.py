@@ -92,7 +92,7 @@ class Assistant:
         return self._tokenizer
 
     def use(self, datastore: Store | Sequence[Store] | Mapping[str, Store]) -> frozenset[str]:
-        """Open these stores, unless they are -> what they are called. Raises as `hosts.open_stores`."""
+        """Open these stores, unless they are -> what they are called. Raises as `compat.open_stores`."""
         names: dict[str, Store] = {}
         with self._lock:
             several = [datastore] if not isinstance(datastore, (list, tuple, Mapping)) else datastore

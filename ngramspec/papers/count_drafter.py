@@ -63,7 +63,7 @@ class Counts:
         self.order, self.length = order, length
         self.vocab_size = 0
         self._models: dict[int, NgramModel] = {}
-        self._texts: dict[int, SequenceInfo] = {}
+        self._infos: dict[int, SequenceInfo] = {}
 
     def bind(self, runner: Any) -> None:
         self.vocab_size = runner.vocab_size
@@ -72,24 +72,24 @@ class Counts:
         self._models[seq] = NgramModel(self.order, self.vocab_size)
         self._models[seq].extend(tokens)
 
-    def attach(self, seq: int, text: SequenceInfo) -> None:
-        self._texts[seq] = text
+    def attach(self, seq: int, info: SequenceInfo) -> None:
+        self._infos[seq] = info
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
-        return [self._draft_chain(self._models[seq], self._texts[seq], min(budget, self.length)) for seq in seqs]
+        return [self._draft_chain(self._models[seq], self._infos[seq], min(budget, self.length)) for seq in seqs]
 
     def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
         self._models[seq].extend(accepted)
 
     def end(self, seq: int) -> None:
         self._models.pop(seq, None)
-        self._texts.pop(seq, None)
+        self._infos.pop(seq, None)
 
-    def _draft_chain(self, model: NgramModel, text: SequenceInfo, length: int) -> Candidates:
+    def _draft_chain(self, model: NgramModel, info: SequenceInfo, length: int) -> Candidates:
         """Draft `length` tokens; penalties count the drafted ones."""
-        sampler = text.sampler.fork()
+        sampler = info.sampler.fork()
         draws = self.draws and sampler.params.temperature > 0
-        context, first = model.tokens[-self.order :], len(model.tokens) - text.n_prompt
+        context, first = model.tokens[-self.order :], len(model.tokens) - info.n_prompt
         probs, drawn_from = np.empty(length, np.float32), []
         for i in range(length):
             q = model.get_distribution(context)

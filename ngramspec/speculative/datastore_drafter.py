@@ -27,7 +27,6 @@ from ngramspec.speculative.features import MAX_CODE
 
 log = logging.getLogger(__name__)
 
-NAME = "datastore"
 # Longest context in tokens that is looked up.
 MAX_MATCH = 64
 # Seconds between two checks for a newer generation of the stores, one `stat` each.
@@ -101,23 +100,28 @@ def _find_line_ends(store: Datastore, found: Future[LineEnds | None]) -> None:
 
 def warmup() -> None:
     """Compile what looks up in datastores, or load it from disk. Line ends and similar files are left to the first store."""
-    drafter, slots = SuffixDrafter({}, 1), np.zeros(1, np.int32)
+    drafter, slots = DatastoreDrafter({}, 1), np.zeros(1, np.int32)
     drafter.begin(0, np.zeros(2, np.int32))
     drafter.observe(slots, np.array([0, 1]), np.zeros(1, np.int32))
     drafter.propose(slots)
 
 
-class SuffixDrafter:
-    """Drafts from datastores for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer."""
+class DatastoreDrafter:
+    """Drafts from datastores for up to `max_seqs` sequences. Not thread-safe: one caller, the proposer.
+
+    It is no `drafter.Drafter`: the proposer gives its trees weights that were learned for its codes.
+    """
+
+    name = "datastore"
 
     def __init__(
         self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[VectorIndex] | None = None
     ) -> None:
         """Open for these stores. `similar`: also retrieve files like a request, if a store has vectors; `ready`: their indices, made."""
-        self._similar = similar
+        self._retrieves_similar = similar
         self.follows_changes = True
         """Whether newer generations of the stores are picked up."""
-        self._router: SimilarFiles | None = None
+        self._similar_files: SimilarFiles | None = None
         self._matcher = Matcher([], max_seqs, max_match=MAX_MATCH)
         self._allowed: dict[int, frozenset[str] | None] = {}
         self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
@@ -125,8 +129,9 @@ class SuffixDrafter:
         self._pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._refreshed_s = self._checked_pages_s = time.monotonic()
         self.stores: dict[str, Datastore] = {}
-        """All, open or not. `_open`: the matcher's, in its order; those that were opened last come last."""
+        """All, open or not."""
         self._open: list[str] = []
+        """Names of the matcher's stores, in its order; those that were opened last come last."""
         self._unreadable: set[str] = set()
         self._crlf = np.zeros(max_seqs, bool)
         self.line_ends: Future[LineEnds | None] | None = None
@@ -186,14 +191,14 @@ class SuffixDrafter:
             log.error("datastore %s: %s", self.stores[name].path, what)
 
     def _follow_snapshots(self, ready: Sequence[VectorIndex] = ()) -> None:
-        """Give the matcher's new snapshots to the router, and recompute which of them each sequence may use."""
+        """Give the matcher's new snapshots to the index of similar files, and recompute which of them each sequence may use."""
         for slot, allowed in self._allowed.items():
             self._matcher.begin(slot, self._make_store_mask(allowed))
         snapshots = self._matcher.snapshots
-        if self._router is not None:
-            self._router.reset(snapshots, ready)
-        elif self._similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
-            self._router = SimilarFiles(snapshots, ready)
+        if self._similar_files is not None:
+            self._similar_files.reset(snapshots, ready)
+        elif self._retrieves_similar and any(segment.header.n_vectors for snapshot in snapshots for segment in snapshot.segments):
+            self._similar_files = SimilarFiles(snapshots, ready)
 
     def _make_store_mask(self, allowed: frozenset[str] | None) -> int:
         names = set(self._choose_stores(allowed))
@@ -216,16 +221,16 @@ class SuffixDrafter:
 
     def find_similar(self, prompt: np.ndarray, allowed: frozenset[str] | None = None) -> np.ndarray | None:
         """Return tokens [n] int32 of the files most like the prompt [m] int32, the nearest last; None if there are none."""
-        if self._router is None:
+        if self._similar_files is None:
             return None
         line_ends, stores = self._get_crlf_translator(prompt), self._make_store_mask(allowed) & self._matcher.loaded_stores
         try:
             if line_ends is None:
-                return self._router.find_similar(prompt, stores=stores)
-            return line_ends.to_crlf(self._router.find_similar(line_ends.to_lf(prompt)[0], stores=stores))
+                return self._similar_files.find_similar(prompt, stores=stores)
+            return line_ends.to_crlf(self._similar_files.find_similar(line_ends.to_lf(prompt)[0], stores=stores))
         except DatastoreError as error:
             log.error("similar files: %s; requests go without", error)
-            self._router, self._similar = None, False
+            self._similar_files, self._retrieves_similar = None, False
             return None
 
     @property
@@ -236,8 +241,8 @@ class SuffixDrafter:
     def wait_until_loaded(self) -> None:
         """Return once all open stores can be searched, for callers whose drafts must not depend on time."""
         self._matcher.wait_until_loaded()
-        if self._router is not None:
-            self._router.load()
+        if self._similar_files is not None:
+            self._similar_files.load()
 
     def propose(self, slots: np.ndarray) -> Drafts:
         """Return the drafts for slots [B] int32."""

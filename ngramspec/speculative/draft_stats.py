@@ -32,7 +32,7 @@ class CountedPass(NamedTuple):
     """What one pass was for one sequence."""
 
     key: Hashable
-    place: int
+    batch_index: int
     """Index in `roots` and `ends` of the pass."""
     n_tokens: int
     path: np.ndarray  # [j] int32: accepted nodes in depth order
@@ -58,7 +58,7 @@ class DraftStats:
                 self._flush()
 
     def add_trees(self, counted: list[CountedPass]) -> None:
-        """Count a pass of which only the trees are known; each `place` is an index into this list."""
+        """Count a pass of which only the trees are known; each `batch_index` is an index into this list."""
         levels = [
             np.zeros(1, np.int32) if each.tree is None else np.append(np.int32(0), compute_depths(each.tree.parents)) for each in counted
         ]
@@ -100,11 +100,11 @@ class DraftStats:
 
     def _flush(self) -> None:
         for counted, positions, roots, ends in self._passes:
-            rows = np.array([(self._reserve_row(each.key), each.place, each.n_tokens, len(each.path)) for each in counted], np.int64)
+            rows = np.array([(self._reserve_row(each.key), each.batch_index, each.n_tokens, len(each.path)) for each in counted], np.int64)
             trees = [each.tree for each in counted if each.tree is not None]
             sources, probs, paths = [tree.sources for tree in trees], [tree.probs for tree in trees], [each.path for each in counted]
             nodes = concatenate(sources, np.uint8), concatenate(probs, np.float32), concatenate(paths, np.int32)
-            count((self._counts, self._expected, self._columns), rows, *nodes, positions, roots, ends)
+            count_pass((self._counts, self._expected, self._columns), rows, *nodes, positions, roots, ends)
         self._passes.clear()
 
     def _reserve_row(self, key: Hashable) -> int:
@@ -127,7 +127,7 @@ def _trim(counts: list[int]) -> list[int]:
 
 
 @njit(cache=True, nogil=True)
-def count(table, rows, sources, probs, paths, positions, roots, ends):
+def count_pass(table, rows, sources, probs, paths, positions, roots, ends):
     """Add a pass to a table, the members of a StatsTable.
 
     rows [B, 4]: each sequence's row in it (-1: it is not counted), its index in the pass, its tokens, the length of its path. `sources` and
@@ -141,21 +141,21 @@ def count(table, rows, sources, probs, paths, positions, roots, ends):
         root = roots[b]
         n_nodes = ends[b] - root - 1
         if row >= 0:
-            line = counts[row]
-            line[0] += 1
-            line[1] += rows[i, 2]
+            row_counts = counts[row]
+            row_counts[0] += 1
+            row_counts[1] += rows[i, 2]
             if n_nodes:
-                line[2] += n_nodes
-                line[3] += n_path
-                line[4] += 1
-                line[lengths + n_path] += 1
+                row_counts[2] += n_nodes
+                row_counts[3] += n_path
+                row_counts[4] += 1
+                row_counts[lengths + n_path] += 1
             for j in range(n_nodes):
-                line[drafted + sources[node + j]] += 1
+                row_counts[drafted + sources[node + j]] += 1
                 expected[row, sources[node + j]] += probs[node + j]
-                line[drafted_depth + min(positions[root + 1 + j] - positions[root], accepted_depth - drafted_depth) - 1] += 1
+                row_counts[drafted_depth + min(positions[root + 1 + j] - positions[root], accepted_depth - drafted_depth) - 1] += 1
             for j in range(n_path):
-                line[accepted + sources[node + paths[at + j]]] += 1
-                line[accepted_depth + j] += 1
+                row_counts[accepted + sources[node + paths[at + j]]] += 1
+                row_counts[accepted_depth + j] += 1
         node += n_nodes
         at += n_path
 
@@ -164,4 +164,4 @@ def warmup() -> None:
     """Compile, or load from disk, everything here."""
     none, table = np.empty(0, np.int32), (np.zeros((1, 8), np.int64), np.zeros((1, 1)), np.arange(7))
     sources, probs = np.empty(0, np.uint8), np.empty(0, np.float32)
-    count(table, np.zeros((0, 4), np.int64), sources, probs, none, none, none, none)
+    count_pass(table, np.zeros((0, 4), np.int64), sources, probs, none, none, none, none)

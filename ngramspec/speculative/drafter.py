@@ -318,10 +318,10 @@ class NeedsModel(Protocol):
 
 
 @runtime_checkable
-class NeedsText(Protocol):
+class NeedsSequenceInfo(Protocol):
     """A drafter that samples as the request does, or that needs to know where the sequence ends."""
 
-    def attach(self, seq: int, text: SequenceInfo) -> None:
+    def attach(self, seq: int, info: SequenceInfo) -> None:
         """Receive what is known of the sequence, after every `begin`."""
 
 

@@ -38,7 +38,7 @@ from ngramspec.speculative.ngram_table import (
     view_prediction,
 )
 
-DATASTORE = 0  # the external drafter whose weights are shipped
+DATASTORE = 0  # index of the external drafter whose weights are shipped
 MAX_DRAFTERS = 4  # external ones
 ORDERS = len(LADDER)
 COPY = ORDERS  # the group of the copied position
@@ -479,8 +479,10 @@ def record_topk_rows(recycled, before, last, tokens, logits):
 
 @njit(cache=True, nogil=True)
 def record_batch_topk(recycled, sequences, input_ids, parents, roots, ends, root_logits, tokens, logits):
-    """Call `record_topk` for the last tokens and all nodes of `sequences` [B, 3], as in `base.PassTopK`, of a batch with these arrays. Rows
-    with fewer than KEPT finite logits are skipped."""
+    """Call `record_topk` for the last tokens and all nodes of `sequences` [B, 3], as in `drafter.PassTopK`, of a batch with these arrays.
+
+    Rows with fewer than KEPT finite logits are skipped.
+    """
     for i in range(sequences.shape[0]):
         b = sequences[i, 2]
         for j in range(ends[b] - roots[b]):

@@ -33,8 +33,7 @@ from ngramspec.speculative.budget.backoff import (
     update_cooldown,
 )
 from ngramspec.speculative.calibration import list_reliability, new_calibration
-from ngramspec.speculative.datastore_drafter import MAX_STORES, Drafts, SuffixDrafter
-from ngramspec.speculative.datastore_drafter import NAME as DATASTORE
+from ngramspec.speculative.datastore_drafter import MAX_STORES, DatastoreDrafter, Drafts
 from ngramspec.speculative.drafter import (
     DRAFT_DEFAULTS,
     NO_TREE,
@@ -47,7 +46,7 @@ from ngramspec.speculative.drafter import (
     NeedsHiddenStates,
     NeedsKvRoom,
     NeedsModel,
-    NeedsText,
+    NeedsSequenceInfo,
     NeedsTopK,
     PassTopK,
     RunningSequence,
@@ -83,7 +82,7 @@ class TreeProposer(Speculator):
         self,
         options: DraftOptions,
         *,
-        datastore: SuffixDrafter | None = None,
+        datastore: DatastoreDrafter | None = None,
         drafters: Sequence[Drafter] = (),
         weights: Weights | None = None,
         rates: tuple[float, float] = RATES,
@@ -100,9 +99,10 @@ class TreeProposer(Speculator):
         self._pausable = [bool(getattr(drafter, "tolerates_gaps", False)) for drafter in drafters]
         self._backoffs = [DrafterBackoff(OWN_TIME_SHARE if pausable else MAX_TIME_SHARE) for pausable in self._pausable]
         self._asked: list[int] = []
-        """The drafters asked in this step. `_pass_ms`: predicted milliseconds of its pass."""
+        """Indices of the drafters that were asked in this step."""
         self._pass_ms = 0.0
-        self.source_names = [*SOURCES, DATASTORE, *(d.name for d in drafters)]
+        """Predicted milliseconds of this step's pass."""
+        self.source_names = [*SOURCES, DatastoreDrafter.name, *(d.name for d in drafters)]
         self._calibration = new_calibration()
         self._rates = np.array(rates, np.float64)
         self.weights = weights if weights is not None else load_weights() if WEIGHTS.exists() else make_cold_weights()
@@ -111,16 +111,15 @@ class TreeProposer(Speculator):
         self._states, self._buffers = self._own.states, self._own.buffers
         self._output_cache = OutputCache(options.answers, self._contexts)
         self._predictions: dict[int, np.ndarray] = {}
-        self._recycled_here = options.recycle and options.use_ngram
-        self._readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsText)]
+        self._recycles = options.recycle and options.use_ngram
+        self._info_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsSequenceInfo)]
         self._topk_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsTopK)]
         self._state_readers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsHiddenStates)]
-        self.needs_topk = self._recycled_here or bool(self._topk_readers)
-        """Whether `observe` needs the target's top-k."""
+        self.needs_topk = self._recycles or bool(self._topk_readers)
         self.reads_hidden_states = bool(self._state_readers)
-        self._kv_keepers = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
-        self.keeps_kv = bool(self._kv_keepers)
-        self._recycled = features.new_recycled(self.vocab_size, PAIRS) if self._recycled_here else features.new_recycled(0, 0)
+        self._kv_drafters = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
+        self.keeps_kv = bool(self._kv_drafters)
+        self._recycled = features.new_recycled(self.vocab_size, PAIRS) if self._recycles else features.new_recycled(0, 0)
         self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         self._nodes = features.new_nodes(max_seqs * (self.spec_rows + 1))
         self._scratch = features.new_scratch()
@@ -142,7 +141,9 @@ class TreeProposer(Speculator):
 
     @property
     def needs_hidden_states(self) -> bool:
-        return any(self.drafters[d] is not None and not (self._pausable[d] and self._backoffs[d].n_pauses) for d in self._state_readers)
+        return any(
+            self.drafters[d] is not None and not (self._pausable[d] and self._backoffs[d].n_paused_steps) for d in self._state_readers
+        )
 
     def bind(self, runner: Any) -> None:
         for drafter in self.drafters:
@@ -150,7 +151,7 @@ class TreeProposer(Speculator):
                 drafter.bind(runner)
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        return all(self._call_drafter(d, "has_room", n_tokens) is not False for d in self._kv_keepers)
+        return all(self._call_drafter(d, "has_room", n_tokens) is not False for d in self._kv_drafters)
 
     def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:
         if self._buffers[slot] is not None:
@@ -160,8 +161,8 @@ class TreeProposer(Speculator):
         n_similar = 0
         if self.datastore is not None:  # older than the sequence's own text, and so weaker
             self.datastore.begin(slot, tokens, params.datastores)
-            worth = self._schedule.begin(slot)
-            similar = self.datastore.find_similar(tokens[: len(tokens) - params.n_output], params.datastores) if worth else None
+            pays = self._schedule.begin(slot)
+            similar = self.datastore.find_similar(tokens[: len(tokens) - params.n_output], params.datastores) if pays else None
             room = self.history + ngram_table.LADDER[-1] - len(kept)
             if similar is not None and len(similar) and room > 0:
                 n_similar = len(similar[-room:])
@@ -189,7 +190,7 @@ class TreeProposer(Speculator):
                 tree_builder.follow_output(state, tokens[len(tokens) - params.n_output :])
         for d in range(len(self.drafters)):
             self._call_drafter(d, "begin", slot, tokens)
-        for d in self._readers if params.info is not None else ():
+        for d in self._info_readers if params.info is not None else ():
             self._call_drafter(d, "attach", slot, params.info)
 
     def propose(
@@ -222,7 +223,7 @@ class TreeProposer(Speculator):
     def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: PassTopK | None = None) -> None:
         slots = np.ascontiguousarray(slots, np.int32)
         rows = _NOTHING_SEEN
-        if seen is not None and self._recycled_here:
+        if seen is not None and self._recycles:
             batch = seen.batch
             rows = (
                 seen.sequences, batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits, seen.tokens, seen.logits,
@@ -272,13 +273,13 @@ class TreeProposer(Speculator):
         if not all(self._pausable[d] for d in active):
             return None
         n_steps = self._schedule.n_quiet_steps if self.datastore is not None else sys.maxsize
-        n_steps = min([n_steps, *(self._backoffs[d].n_pauses - 1 for d in active)])  # the last pause's pass leaves hidden states
+        n_steps = min([n_steps, *(self._backoffs[d].n_paused_steps - 1 for d in active)])  # the last pause's pass leaves hidden states
         if n_steps < 1:
             return None
         draft_state = self._draft_state
         while (b := tree_builder.find_full_table(self._states, slots, self._contexts, self.history, n_tokens)) < len(slots):
             self._own.enlarge_buffer(int(slots[b]), n_tokens, self._contexts)
-        return NativeDrafting(draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycled_here)
+        return NativeDrafting(draft_state, n_steps, self.spec_length, self.spec_rows, self.history, self.chains, self._recycles)
 
     def observe_native_steps(self, n_steps: int, slots: np.ndarray, appended: list[np.ndarray]) -> None:
         if self.datastore is not None:
@@ -293,7 +294,7 @@ class TreeProposer(Speculator):
     def record_topk(self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
         """Keep the target's top tokens [n, KEPT] int32 and logits [n, KEPT] float32, most likely first, after tokens `last` [n] int32,
         each of which follows `before` [n] int32 (-1: nothing)."""
-        if self._recycled_here:
+        if self._recycles:
             features.record_topk_rows(self._recycled, before, last, tokens, logits)
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
@@ -302,7 +303,7 @@ class TreeProposer(Speculator):
 
     def get_source(self, tree: DraftTree, node: int) -> str:
         name = super().get_source(tree, node)
-        if name != DATASTORE or tree.store_positions is None or tree.store_positions[node] < 0 or self.datastore is None:
+        if name != DatastoreDrafter.name or tree.store_positions is None or tree.store_positions[node] < 0 or self.datastore is None:
             return name
         return f"{name}:{self.datastore.locate(int(tree.store_positions[node]))}"
 
@@ -322,33 +323,33 @@ class TreeProposer(Speculator):
         elif self.datastore is not None:
             self.datastore.use(stores, ready or ())
         else:
-            drafter = SuffixDrafter(stores, len(self._buffers), similar=self.similar, ready=ready)
+            drafter = DatastoreDrafter(stores, len(self._buffers), similar=self.similar, ready=ready)
             for slot, tokens, datastores in running:
                 drafter.begin(slot, tokens, datastores)
                 self._schedule.begin(slot)
             self.datastore = drafter
 
-    def _search_datastore(self, datastore: SuffixDrafter, slots: np.ndarray, max_depth: np.ndarray, threshold: float) -> Drafts | None:
+    def _search_datastore(self, datastore: DatastoreDrafter, slots: np.ndarray, max_depth: np.ndarray, threshold: float) -> Drafts | None:
         """Return the datastore's drafts for the slots [B] that are to be searched for in this step; None if there are none."""
-        turn = self._schedule.choose(slots, (np.asarray(max_depth) > 0) & datastore.can_search, threshold)
-        if turn is None:
+        searched = self._schedule.choose_slots(slots, (np.asarray(max_depth) > 0) & datastore.can_search, threshold)
+        if searched is None:
             return None
-        if turn.all():
+        if searched.all():
             return datastore.propose(slots)
-        drafts = datastore.propose(slots[turn])
+        drafts = datastore.propose(slots[searched])
         start = np.zeros(len(slots) + 1, np.int64)
-        start[1:][turn] = np.diff(drafts.start)
+        start[1:][searched] = np.diff(drafts.start)
         return drafts._replace(start=np.cumsum(start))
 
     def _record_datastore_gains(self, slots: np.ndarray, path_start: np.ndarray, path: np.ndarray) -> None:
         """Record what the datastore brought: accepted nodes whose source it is, or a similar file."""
-        turn = self._schedule.get_asked(slots)
-        if turn is None or not turn.any():
+        searched = self._schedule.get_searched(slots)
+        if searched is None or not searched.any():
             return
-        of = np.repeat(np.arange(len(slots)), np.diff(path_start))
+        batch_of = np.repeat(np.arange(len(slots)), np.diff(path_start))
         R = len(self._nodes.token) // len(self._states)
-        its = (path >= 0) & (self._nodes.source[slots[of] * R + 1 + path] >= len(SOURCES) - 1)
-        self._schedule.record_gains(slots[turn], np.bincount(of[its], minlength=len(slots))[turn])
+        gained = (path >= 0) & (self._nodes.source[slots[batch_of] * R + 1 + path] >= SOURCES.index("similar"))
+        self._schedule.record_gains(slots[searched], np.bincount(batch_of[gained], minlength=len(slots))[searched])
 
     def _call_drafter(self, d: int, what: str, *args: object) -> object:
         """Call a method of drafter d, and switch it off if that raises."""

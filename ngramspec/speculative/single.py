@@ -25,7 +25,7 @@ from ngramspec.speculative.drafter import (
     NeedsHiddenStates,
     NeedsKvRoom,
     NeedsModel,
-    NeedsText,
+    NeedsSequenceInfo,
     NeedsTopK,
     PassTopK,
     RunningSequence,
@@ -68,7 +68,7 @@ class SingleDrafter(Speculator):
     def begin(self, slot: int, tokens: np.ndarray, params: DraftParams = DRAFT_DEFAULTS) -> None:
         self._begun.add(slot)
         self._call_drafter("begin", slot, tokens)
-        if params.info is not None and isinstance(self.drafter, NeedsText):
+        if params.info is not None and isinstance(self.drafter, NeedsSequenceInfo):
             self._call_drafter("attach", slot, params.info)
 
     def propose(

@@ -22,7 +22,7 @@ from numba.experimental import structref
 
 from ngramspec.datastore.code_cache import njit
 from ngramspec.datastore.numba_intrinsics import unowned_views
-from ngramspec.speculative.budget.marginal_cost import can_pay, lower_hull, pass_costs
+from ngramspec.speculative.budget.marginal_cost import can_pay, compute_lower_hull, compute_pass_costs
 from ngramspec.speculative.calibration import Calibration, count_node, get_odds_against, record_candidate
 from ngramspec.speculative.features import (
     BIAS,
@@ -355,8 +355,8 @@ def build_trees(draft_state, slots, max_depth, cost_ms, base_rows, max_nodes, th
     B, R = len(slots), len(nodes.token) // len(states)
     D = (len(external.start) - 1) // max(B, 1)  # external trees per slot
     limit = max(min(max_nodes, B * (R - 1)), 0)
-    costs = pass_costs(cost_ms, base_rows, limit)
-    hull = lower_hull(np.arange(len(costs)), costs)
+    costs = compute_pass_costs(cost_ms, base_rows, limit)
+    hull = compute_lower_hull(np.arange(len(costs)), costs)
     expected, taken, kept, reach = float(B), np.int64(0), 0, limit  # numba compiles what a literal 0 is passed to once more
     rate = threshold if threshold > 0.0 else expected / costs[0]
     best = expected - rate * costs[0]

@@ -15,7 +15,7 @@ from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
 from ngramspec.datastore.line_ends import BEGUN, CRLF, LF, LineEnds
 from ngramspec.datastore.tokens import Encoder
-from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 
 SOURCES = sorted((Path(__file__).parents[2] / "datastore").glob("*.py"))[:12]
 TEXTS = [path.read_text() for path in SOURCES]
@@ -94,7 +94,7 @@ def test_a_translated_tree_has_the_same_texts(encoder: Encoder, line_ends: LineE
         assert crlf(origin).startswith(text)
 
 
-def accepted(drafter: SuffixDrafter, ids: np.ndarray) -> float:
+def accepted(drafter: DatastoreDrafter, ids: np.ndarray) -> float:
     """Tokens that a draft has right, on average over a text that is written from its middle on."""
     at, slot, lengths = len(ids) // 2, np.zeros(1, np.int32), []
     drafter.begin(0, ids[:at])
@@ -116,7 +116,7 @@ def test_drafts_come_whatever_line_ends_tree_and_request_have(encoder: Encoder, 
         (tmp_path / "in" / path.name).write_bytes((text if tree == "LF" else crlf(text)).encode())
     build([tmp_path / "in"], tmp_path / "store", Tokenizer.from_str(encoder.json.decode()), encoder.name)
     with Datastore.open(tmp_path / "store") as store:
-        drafter = SuffixDrafter({"store": store}, 1, similar=False)
+        drafter = DatastoreDrafter({"store": store}, 1, similar=False)
         assert drafter.line_ends is not None
         assert drafter.line_ends.result(60) is not None
         same = np.mean([accepted(drafter, ids_of(encoder, text)) for text in TEXTS[:3]])
@@ -133,7 +133,7 @@ def test_similar_files_have_the_requests_line_ends(tmp_path: Path) -> None:
         (tmp_path / "in" / path.name).write_text(text)
     build([tmp_path / "in"], tmp_path / "store", backend, "Qwen", router=True)
     with Datastore.open(tmp_path / "store") as store:
-        drafter = SuffixDrafter({"store": store}, 1)
+        drafter = DatastoreDrafter({"store": store}, 1)
         assert drafter.line_ends is not None
         drafter.line_ends.result(60)
         plain = drafter.find_similar(ids_of(encoder, TEXTS[0][:3000]))

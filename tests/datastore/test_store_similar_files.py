@@ -27,7 +27,7 @@ from ngramspec.datastore.build import build
 from ngramspec.datastore.similar_files import CHUNK, DIM, STRIDE, SimilarFiles, cut_around, embed_prompt, embed_segment
 from ngramspec.datastore.suffix_array import sort_suffixes
 from ngramspec.datastore.update import merge, prune, update
-from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 from ngramspec.speculative.drafter import DraftOptions
 from ngramspec.speculative.feature_weights import make_cold_weights
 from ngramspec.speculative.proposer import TreeProposer
@@ -378,7 +378,7 @@ def test_what_is_built_with_a_router_keeps_it(tmp_path: Path) -> None:
 
 
 def test_the_proposer_drafts_from_similar_text_but_never_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = SuffixDrafter({}, 1)
+    drafter = DatastoreDrafter({}, 1)
     proposer = TreeProposer(DraftOptions(vocab_size=100, max_seqs=1, recycle=False), weights=make_cold_weights(), datastore=drafter)
     slots, depth, cost = np.zeros(1, np.int32), np.full(1, 8, np.int32), 1 + 0.001 * np.arange(64.0)
     similar = np.array([*range(20, 40), -1, *range(50, 60), -1], np.int32)

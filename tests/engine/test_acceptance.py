@@ -31,7 +31,7 @@ class Guess(Counts):
     def propose(self, seqs: list[int], budget: int) -> list[Candidates]:  # type: ignore[override]
         guesses = []
         for seq in seqs:
-            model, text = self._models[seq], self._texts[seq]
+            model, text = self._models[seq], self._infos[seq]
             sampler, position = text.sampler.fork(), len(model.tokens) - text.n_prompt
             token = sampler.sample(np.log(model.get_distribution(model.tokens)).astype(np.float32), position)
             guesses.append(Candidates(np.array([token], np.int32), np.array([-1], np.int32), np.ones(1, np.float32)))

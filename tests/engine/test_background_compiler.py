@@ -68,14 +68,14 @@ import numpy as np
 from numba.core.dispatcher import Dispatcher
 from ngramspec.datastore import Datastore
 from ngramspec.engine import background_compiler
-from ngramspec.speculative.datastore_drafter import SuffixDrafter
+from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 
 def count_variants():
     return sum(len(each.signatures) for each in gc.get_objects() if isinstance(each, Dispatcher))
 
 background_compiler.warm_up("float16")
 before = count_variants()
-drafter, slots = SuffixDrafter({"store": Datastore.open(sys.argv[1])}, 1), np.zeros(1, np.int32)
+drafter, slots = DatastoreDrafter({"store": Datastore.open(sys.argv[1])}, 1), np.zeros(1, np.int32)
 drafter.wait_until_loaded()
 drafter.begin(0, np.array([7, 1, 2], np.int32))
 drafter.observe(slots, np.array([0, 2]), np.array([3, 4], np.int32))

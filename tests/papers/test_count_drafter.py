@@ -11,7 +11,7 @@ from scipy.stats import chi2
 from ngramspec.papers.count_drafter import Counts, NgramModel
 from ngramspec.sampling.sampler import Sampler
 from ngramspec.sampling_params import SamplingParams
-from ngramspec.speculative.drafter import CanDraw, Drafter, NeedsModel, NeedsText, SequenceInfo
+from ngramspec.speculative.drafter import CanDraw, Drafter, NeedsModel, NeedsSequenceInfo, SequenceInfo
 
 V = 8
 TEXT = np.array([0, 1, 2, 0, 1, 3, 0, 1, 2, 4], np.int32)
@@ -106,11 +106,11 @@ def test_the_protocol_and_the_end() -> None:
     counts = drafter(2, SamplingParams())
     assert isinstance(counts, Drafter)
     assert isinstance(counts, NeedsModel)
-    assert isinstance(counts, NeedsText)
+    assert isinstance(counts, NeedsSequenceInfo)
     assert isinstance(counts, CanDraw)
     counts.end(3)
     assert not counts._models
-    assert not counts._texts
+    assert not counts._infos
     for wrong in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="1 or more"):
             Counts(*wrong)

@@ -139,7 +139,7 @@ def test_sequences_looks_and_keys_are_told_from_rows() -> None:
     model = CostModel(COUNTS, TRUE.tolist(), 64)
     for _ in range(3000):
         load = Load(int(rng.integers(1, 17)), int(rng.integers(1, 9)), int(rng.integers(100, 5000)), int(rng.integers(0, 9)))
-        true = np.interp(load.rows, COUNTS, TRUE) + 0.3 * (load.n_seqs - 1) + 0.1 * load.looked + 0.5 * (load.keys - 256) / 1000
+        true = np.interp(load.rows, COUNTS, TRUE) + 0.3 * (load.n_seqs - 1) + 0.1 * load.n_drafting + 0.5 * (load.keys - 256) / 1000
         model.observe(load, float(true) * (1 + 0.02 * rng.standard_normal()))
     for load, true in ((Load(4), 21.2), (Load(8, 8), 26.1), (Load(8, 8, 256, 8), 26.9), (Load(8, 8, 4256, 8), 28.9)):
         assert model.predict(load) == pytest.approx(true, rel=0.04)

@@ -27,7 +27,7 @@ from ngramspec.speculative.budget.step_timer import StepTimer
 from ngramspec.speculative.single import SingleDrafter
 from ngramspec.speculative.trained.draft_layers import DraftLayers
 from ngramspec.speculative.trained.draft_model import DraftModel, check_alike
-from ngramspec.speculative.trained.stepwise import Stepwise
+from ngramspec.speculative.trained.stepwise import StepwiseDrafter
 
 PARAMS = (GREEDY, SAMPLED, PENALISED)
 PROMPTS = prompts(5)
@@ -55,14 +55,14 @@ def total(completions: list[Completion]) -> Stats:
     return stats
 
 
-def check_empty(engine: Engine, *drafters: Stepwise) -> None:
+def check_empty(engine: Engine, *drafters: StepwiseDrafter) -> None:
     """All is given back, and no drafter was switched off."""
     for pool in [engine.runner.pool, *(d.runner.pool for d in drafters if isinstance(d, DraftModel) and d.runner)]:
         pool.check_integrity()
         assert pool.n_available == pool.n_blocks
     proposer = engine.speculator
     assert list(drafters) == ([proposer.drafter] if isinstance(proposer, SingleDrafter) else proposer.drafters)
-    assert not any(drafter._known for drafter in drafters)
+    assert not any(drafter._state_of for drafter in drafters)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import tiny_store
 
 from ngramspec.datastore.reader import Datastore
-from ngramspec.speculative.datastore_drafter import MAX_OPEN, MAX_STORES, SuffixDrafter
+from ngramspec.speculative.datastore_drafter import MAX_OPEN, MAX_STORES, DatastoreDrafter
 
 N_STORES = 300
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -26,19 +26,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def drafter(folder: Path) -> SuffixDrafter:
+def drafter(folder: Path) -> DatastoreDrafter:
     stores = {}
     for i in range(N_STORES):
         stores[str(i)] = Datastore.open(folder / str(i))
         stores[str(i)].release()
-    return SuffixDrafter(stores, MAX_OPEN + 8, similar=False)
+    return DatastoreDrafter(stores, MAX_OPEN + 8, similar=False)
 
 
-def begin(drafter: SuffixDrafter, slot: int, *names: str) -> None:
+def begin(drafter: DatastoreDrafter, slot: int, *names: str) -> None:
     drafter.begin(slot, PROMPT, frozenset(names))
 
 
-def find(drafter: SuffixDrafter, slot: int) -> set[str]:
+def find(drafter: DatastoreDrafter, slot: int) -> set[str]:
     """The stores that a sequence drafts from."""
     drafter.wait_until_loaded()
     return {str(token - 4) for token in drafter.propose(np.array([slot], np.int32)).tokens.tolist()}
@@ -50,7 +50,7 @@ def count_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_every_store_is_there_for_who_names_it(drafter: SuffixDrafter) -> None:
+def test_every_store_is_there_for_who_names_it(drafter: DatastoreDrafter) -> None:
     before = count_descriptors()
     for i in range(N_STORES):
         begin(drafter, 0, str(i))
@@ -59,7 +59,7 @@ def test_every_store_is_there_for_who_names_it(drafter: SuffixDrafter) -> None:
     assert count_descriptors() <= before + 2
 
 
-def test_running_sequences_keep_their_stores(drafter: SuffixDrafter) -> None:
+def test_running_sequences_keep_their_stores(drafter: DatastoreDrafter) -> None:
     begin(drafter, 0, "7", "299")
     for i in range(100, 100 + 2 * MAX_STORES):
         begin(drafter, 1, str(i))
@@ -67,7 +67,7 @@ def test_running_sequences_keep_their_stores(drafter: SuffixDrafter) -> None:
     assert find(drafter, 0) == {"7", "299"}
 
 
-def test_who_may_use_all_of_many_gets_the_first(drafter: SuffixDrafter) -> None:
+def test_who_may_use_all_of_many_gets_the_first(drafter: DatastoreDrafter) -> None:
     def has(i: int, *names: str) -> bool:
         drafter.begin(0, np.full(2, 304 + i, np.int32), frozenset(names) if names else None)
         return bool(find(drafter, 0))
@@ -81,7 +81,7 @@ def test_who_may_use_all_of_many_gets_the_first(drafter: SuffixDrafter) -> None:
     assert not has(100 + MAX_STORES, *many)
 
 
-def test_open_stores_are_bounded_while_all_are_used_at_a_time(drafter: SuffixDrafter) -> None:
+def test_open_stores_are_bounded_while_all_are_used_at_a_time(drafter: DatastoreDrafter) -> None:
     before = count_descriptors()
     for slot in range(MAX_OPEN + 8):
         begin(drafter, slot, str(slot))
@@ -95,7 +95,7 @@ def test_a_store_that_was_deleted_while_it_was_closed(folder: Path, tmp_path: Pa
     gone = Datastore.open(tmp_path / "gone")
     gone.release()
     names = {str(i): Datastore.open(folder / str(i)) for i in range(MAX_STORES)}
-    drafter = SuffixDrafter({**names, "gone": gone}, 2, similar=False)
+    drafter = DatastoreDrafter({**names, "gone": gone}, 2, similar=False)
     shutil.rmtree(tmp_path / "gone")
     for _ in range(2):
         begin(drafter, 0, "gone", "3")
@@ -103,7 +103,7 @@ def test_a_store_that_was_deleted_while_it_was_closed(folder: Path, tmp_path: Pa
     assert len([record for record in caplog.records if "gone" in record.getMessage()]) == 1
 
 
-def test_an_open_store_that_is_replaced(drafter: SuffixDrafter, folder: Path) -> None:
+def test_an_open_store_that_is_replaced(drafter: DatastoreDrafter, folder: Path) -> None:
     begin(drafter, 0, "1")
     drafter.use(drafter.stores | {"1": Datastore.open(folder / "2")})
     assert find(drafter, 0) == {"2"}

@@ -180,7 +180,7 @@ def test_budget_takes_the_best_prefix_of_the_best_first_order(texts, steps):
     everything = np.sort(np.concatenate([t.probs for t in propose(proposer, slots, cost=free, max_nodes=40)]).astype(float))[::-1]
     kept = np.sort(np.concatenate([t.probs for t in propose(proposer, slots, cost=cost, max_nodes=40)]).astype(float))[::-1]
     np.testing.assert_allclose(kept, everything[: len(kept)], rtol=1e-4)
-    costs = marginal_cost.pass_costs(cost, n, len(everything))
+    costs = marginal_cost.compute_pass_costs(cost, n, len(everything))
     speeds = (n + np.concatenate(([0.0], np.cumsum(everything)))) / costs
     assert (n + kept.sum()) / costs[len(kept)] >= speeds.max() * (1 - 1e-4)
 

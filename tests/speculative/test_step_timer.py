@@ -106,7 +106,7 @@ def ours(timing: StepTimer, simulation: Simulation, steps: int) -> tuple[float, 
             nodes = best_nodes(chances, plan.cost_ms, plan.threshold)
         n_nodes = int(nodes.sum())
         n_plain += n_nodes == 0
-        timing.set_load(n + n_nodes, nodes=n_nodes, n_seqs=n, keys=0, looked=n, has_prompt=False, speculates=True)
+        timing.set_load(n + n_nodes, nodes=n_nodes, n_seqs=n, keys=0, n_drafting=n, has_prompt=False, speculates=True)
         tokens = simulation.run(nodes)
         timing.add_tokens(tokens)
         made += tokens
@@ -137,7 +137,7 @@ def test_a_step_that_stalls_for_seconds_says_nothing_of_the_next(stalled: int) -
     before, table = timing.threshold.get_threshold(8, 5.0), timing.cost.table.copy()
     for nodes in (8 * stalled, 8 * (1 - stalled)):
         timing.start_step()
-        timing.set_load(8 + nodes, nodes=nodes, n_seqs=8, keys=0, looked=8, has_prompt=False, speculates=True)
+        timing.set_load(8 + nodes, nodes=nodes, n_seqs=8, keys=0, n_drafting=8, has_prompt=False, speculates=True)
         timing.add_tokens(8)
         simulation.now += 3.0
     timing.start_step()
@@ -197,7 +197,7 @@ def load_beside(timing: StepTimer, true: Callable[[np.ndarray], np.ndarray], now
         timing.start_step()
         rows = 8 + prompt_rows
         n_beside = 8 if prompt_rows else 0
-        timing.set_load(rows, nodes=0, n_seqs=8, keys=0, looked=8, has_prompt=prompt_rows > 0, speculates=True, n_beside=n_beside)
+        timing.set_load(rows, nodes=0, n_seqs=8, keys=0, n_drafting=8, has_prompt=prompt_rows > 0, speculates=True, n_beside=n_beside)
         timing.add_tokens(8)
         now[0] += float(true(np.array(float(rows)))) / 1e3
     timing.finish_step()

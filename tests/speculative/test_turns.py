@@ -19,7 +19,7 @@ def run(schedule: DatastoreSchedule, steps: int, gains: list[int]) -> np.ndarray
     """Steps in which each slot's answers bring so many tokens -> how often each was asked."""
     asked = np.zeros(4, int)
     for _ in range(steps):
-        turn = schedule.choose(SLOTS, ALL)
+        turn = schedule.choose_slots(SLOTS, ALL)
         if turn is not None:
             asked += turn
             schedule.record_gains(SLOTS[turn], np.array(gains)[turn])
@@ -65,7 +65,7 @@ def test_a_rare_gain_that_is_worth_the_question_keeps_it() -> None:
     schedule, rng = begun(), np.random.default_rng(0)
     asked = 0
     for _ in range(1000):
-        turn = schedule.choose(SLOTS, ALL)
+        turn = schedule.choose_slots(SLOTS, ALL)
         if turn is not None:
             asked += int(turn.sum())
             schedule.record_gains(SLOTS[turn], (rng.random(int(turn.sum())) < 3 * DEFAULT_MIN_GAIN).astype(int))
@@ -74,9 +74,9 @@ def test_a_rare_gain_that_is_worth_the_question_keeps_it() -> None:
 
 def test_what_is_not_wanted_is_not_asked() -> None:
     schedule = begun()
-    assert schedule.choose(SLOTS, ~ALL) is None
-    assert schedule.choose(SLOTS[:2], ALL[:2]).tolist() == [True] * 2
-    assert schedule.choose(SLOTS, ALL).tolist() == [True] * 4
+    assert schedule.choose_slots(SLOTS, ~ALL) is None
+    assert schedule.choose_slots(SLOTS[:2], ALL[:2]).tolist() == [True] * 2
+    assert schedule.choose_slots(SLOTS, ALL).tolist() == [True] * 4
 
 
 def test_a_turn_that_came_while_nothing_was_wanted_is_taken_later() -> None:
@@ -84,7 +84,7 @@ def test_a_turn_that_came_while_nothing_was_wanted_is_taken_later() -> None:
     run(schedule, 2000, [0, 0, 0, 0])
     asked = 0
     for step in range(8 * MAX_PERIOD):
-        turn = schedule.choose(SLOTS, ALL if step % 8 == 3 else ~ALL)
+        turn = schedule.choose_slots(SLOTS, ALL if step % 8 == 3 else ~ALL)
         if turn is not None:
             asked += int(turn.sum())
             schedule.record_gains(SLOTS[turn], np.zeros(int(turn.sum()), int))
@@ -97,7 +97,7 @@ def test_sequences_are_asked_about_together_and_what_lies_between_is_quiet() -> 
     schedule.end(3)
     schedule.begin(3)  # later than the others
     run(schedule, 2000, [0, 0, 0, 0])
-    steps = [schedule.choose(SLOTS, ALL) for _ in range(4 * MAX_PERIOD)]
+    steps = [schedule.choose_slots(SLOTS, ALL) for _ in range(4 * MAX_PERIOD)]
     taken = [turn for turn in steps if turn is not None]
     assert len(taken) == 4
     assert all(turn.all() for turn in taken)
@@ -109,8 +109,8 @@ def test_a_sequence_that_is_over_wakes_nobody() -> None:
     schedule.begin(0)
     schedule.end(0)
     rest = SLOTS[1:]
-    schedule.choose(rest, ALL[1:])
-    assert sum(schedule.choose(rest, ALL[1:]) is not None for _ in range(MAX_PERIOD)) <= 1
+    schedule.choose_slots(rest, ALL[1:])
+    assert sum(schedule.choose_slots(rest, ALL[1:]) is not None for _ in range(MAX_PERIOD)) <= 1
 
 
 def test_sequences_get_something_beforehand_now_and_then_though_it_did_not_pay() -> None:
@@ -124,7 +124,7 @@ def test_what_an_answer_must_bring_is_what_its_time_is_worth() -> None:
     def asked(threshold: float) -> int:
         schedule, rng, n = begun(), np.random.default_rng(0), 0
         for _ in range(1000):
-            turn = schedule.choose(SLOTS, ALL, threshold)
+            turn = schedule.choose_slots(SLOTS, ALL, threshold)
             if turn is not None:
                 n += int(turn.sum())
                 schedule.record_gains(SLOTS[turn], (rng.random(int(turn.sum())) < 0.05).astype(int))
@@ -142,7 +142,7 @@ def test_turns_say_how_long_nobody_is_asked_about() -> None:
     other.begin(1), other.begin(2)
     asked = []
     for _ in range(40):
-        turn = other.choose(slots, wanted)
+        turn = other.choose_slots(slots, wanted)
         asked.append(turn is not None)
         if turn is not None:
             other.record_gains(slots[turn], np.zeros(int(turn.sum())))
@@ -152,7 +152,7 @@ def test_turns_say_how_long_nobody_is_asked_about() -> None:
             schedule.skip_steps(quiet)
             got += [False] * quiet
             continue
-        turn = schedule.choose(slots, wanted)
+        turn = schedule.choose_slots(slots, wanted)
         got.append(turn is not None)
         if turn is not None:
             schedule.record_gains(slots[turn], np.zeros(int(turn.sum())))

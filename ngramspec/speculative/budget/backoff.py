@@ -28,23 +28,19 @@ class DrafterBackoff:
         """Milliseconds that the drafter has taken. The caller adds to it, also in steps whose pass failed."""
         self._gained = self._other_tokens = self._pass_ms = 0.0
         self._steps_left = self._pause = WINDOW
-        self._pausing = 0
+        self.n_paused_steps = 0
+        """How many of the following steps it is not asked in."""
 
     def should_ask(self) -> bool:
         """Return whether to ask the drafter in this step."""
-        if self._pausing:
-            self._pausing -= 1
+        if self.n_paused_steps:
+            self.n_paused_steps -= 1
             return False
         return True
 
-    @property
-    def n_pauses(self) -> int:
-        """How many of the following steps it is not asked in."""
-        return self._pausing
-
     def skip_steps(self, n_steps: int) -> None:
         """Count steps that were made without a call of `should_ask`."""
-        self._pausing = max(self._pausing - n_steps, 0)
+        self.n_paused_steps = max(self.n_paused_steps - n_steps, 0)
 
     def record_step(self, gained: int, n_tokens: int, pass_ms: float) -> None:
         """Record a step in which it was asked: `n_tokens` tokens, `gained` of them drafted by it, in a pass of `pass_ms` milliseconds.
@@ -61,8 +57,8 @@ class DrafterBackoff:
             self._pause = WINDOW
         else:
             bound = int(WINDOW * self.ms / (self._max_time_share * self._pass_ms))
-            self._pausing = min(self._pause, bound)
-            self._pause = max(2 * self._pausing, WINDOW)
+            self.n_paused_steps = min(self._pause, bound)
+            self._pause = max(2 * self.n_paused_steps, WINDOW)
         self._steps_left = WINDOW
         self.ms *= DECAY
         self._gained *= DECAY
@@ -109,7 +105,7 @@ TOKENS_PER_EXTRA_TOKEN = 3.0
 # Most passes between two look-ups for a sequence; a power of two, as all periods are.
 MAX_PERIOD = 32
 # Weight of earlier sequences' results, in look-ups of the present one; their decay per look-up.
-_PRIOR_ANSWERS, _PRIOR_DECAY = 6.0, 0.995
+_PRIOR_SEARCHES, _PRIOR_DECAY = 6.0, 0.995
 
 
 class DatastoreSchedule:
@@ -123,16 +119,16 @@ class DatastoreSchedule:
     def __init__(self, n_slots: int) -> None:
         self._period = np.full(n_slots, MAX_PERIOD)
         self._due = np.zeros(n_slots, np.bool_)  # its step came, but no draft was wanted
-        self._gained, self._answers = np.zeros((2, n_slots))
+        self._gained, self._n_searches = np.zeros((2, n_slots))
         self._step, self._shortest = 0, MAX_PERIOD
         self._min_gain = DEFAULT_MIN_GAIN
-        self._all_gained, self._all_answers, self._n_begun = 2.0 * HIGHEST_MIN_GAIN * _PRIOR_ANSWERS, _PRIOR_ANSWERS, 0
-        self._asked: np.ndarray | None = None  # the slots of the last step's search
+        self._all_gained, self._all_searches, self._n_begun = 2.0 * HIGHEST_MIN_GAIN * _PRIOR_SEARCHES, _PRIOR_SEARCHES, 0
+        self._searched: np.ndarray | None = None  # the slots of the last step's search
 
     def begin(self, slot: int) -> bool:
         """Start a sequence in this slot; return whether to spend time on it beforehand (retrieving similar files)."""
-        pays = self._all_gained >= self._min_gain * self._all_answers
-        self._gained[slot] = self._answers[slot] = 0
+        pays = self._all_gained >= self._min_gain * self._all_searches
+        self._gained[slot] = self._n_searches[slot] = 0
         self._period[slot], self._due[slot] = (1, True) if pays else (2, False)
         self._shortest = min(self._shortest, int(self._period[slot]))
         self._n_begun += 1
@@ -142,26 +138,26 @@ class DatastoreSchedule:
         """Free the slot."""
         self._period[slot], self._due[slot] = MAX_PERIOD, False
 
-    def choose(self, slots: np.ndarray, wanted: np.ndarray, threshold: float = 0.0) -> np.ndarray | None:
+    def choose_slots(self, slots: np.ndarray, wanted: np.ndarray, threshold: float = 0.0) -> np.ndarray | None:
         """Return for which slots [B] to search in this step: [B] bool, or None for none of them.
 
         wanted [B] bool: whether a draft is wanted; threshold: the speculation threshold in tokens per millisecond, 0 if not known.
         """
         self._step += 1
-        self._asked = None
+        self._searched = None
         if self._step % self._shortest:
             return None
         due = self._due[slots] | (self._step % self._period[slots] == 0)
-        asked = wanted & due
-        self._due[slots] = due & ~asked
+        searched = wanted & due
+        self._due[slots] = due & ~searched
         self._shortest = self._find_shortest_period()
-        if not asked.any():
+        if not searched.any():
             return None
         if threshold > 0:
-            ms = SEARCH_MS / int(np.count_nonzero(asked)) + SEQUENCE_MS
+            ms = SEARCH_MS / int(np.count_nonzero(searched)) + SEQUENCE_MS
             self._min_gain = min(TOKENS_PER_EXTRA_TOKEN * threshold * ms, HIGHEST_MIN_GAIN)
-        self._asked = slots[asked]
-        return asked
+        self._searched = slots[searched]
+        return searched
 
     @property
     def n_quiet_steps(self) -> int:
@@ -169,25 +165,27 @@ class DatastoreSchedule:
         return self._shortest - 1 - self._step % self._shortest
 
     def skip_steps(self, n_steps: int) -> None:
-        """Count steps that were made without a call of `choose`, at most `n_quiet_steps`."""
+        """Count steps that were made without a call of `choose_slots`, at most `n_quiet_steps`."""
         self._step += n_steps
-        self._asked = None
+        self._searched = None
 
     def _find_shortest_period(self) -> int:
         """Return the period of the steps in which there may be a search."""
         return 1 if self._due.any() else int(self._period.min())
 
-    def get_asked(self, slots: np.ndarray) -> np.ndarray | None:
+    def get_searched(self, slots: np.ndarray) -> np.ndarray | None:
         """Return which of the slots [B] the last step searched for: [B] bool, or None for none of them."""
-        return None if self._asked is None else np.isin(slots, self._asked)
+        return None if self._searched is None else np.isin(slots, self._searched)
 
     def record_gains(self, slots: np.ndarray, gained: np.ndarray) -> None:
         """Record how many accepted tokens [B] the search for these slots [B] brought."""
         self._gained[slots] += gained
-        self._answers[slots] += 1
+        self._n_searches[slots] += 1
         self._all_gained = self._all_gained * _PRIOR_DECAY ** len(slots) + float(gained.sum())
-        self._all_answers = self._all_answers * _PRIOR_DECAY ** len(slots) + len(slots)
-        before = self._all_gained / self._all_answers
-        pays = (self._gained[slots] + _PRIOR_ANSWERS * before >= self._min_gain * (self._answers[slots] + _PRIOR_ANSWERS)) | (gained > 0)
+        self._all_searches = self._all_searches * _PRIOR_DECAY ** len(slots) + len(slots)
+        before = self._all_gained / self._all_searches
+        pays = (self._gained[slots] + _PRIOR_SEARCHES * before >= self._min_gain * (self._n_searches[slots] + _PRIOR_SEARCHES)) | (
+            gained > 0
+        )
         self._period[slots] = np.where(pays, 1, np.minimum(2 * self._period[slots], MAX_PERIOD))
         self._shortest = self._find_shortest_period()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ngramspec.datastore.code_cache import njit
-from ngramspec.speculative.budget.marginal_cost import lower_hull
+from ngramspec.speculative.budget.marginal_cost import compute_lower_hull
 
 # Chosen on the simulated devices of tests/speculative/test_step_timer.py, which are wrong at first, drift and are disturbed; checked by
 # tests/speculative/test_cost_model.py.
@@ -60,7 +60,7 @@ class Load(NamedTuple):
     rows: int
     n_seqs: int = 1
     keys: int = 0  # that attention reads: the sum of the sequences' lengths; 0: as in the measurement
-    looked: int = 0  # sequences that a draft was searched for
+    n_drafting: int = 0  # sequences that a draft was searched for
 
     def drop_sequences(self, n_seqs: int) -> Load:
         """Return the load without `n_seqs` sequences that have one row each. Their keys stay."""
@@ -86,7 +86,7 @@ class CostModel:
         self.max_rows, self.keys, self.n_seen = max_rows, keys, 0
         self._convex = convex
         rising = np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1]
-        self._shape = lower_hull.py_func(self.counts, rising) if convex else rising
+        self._shape = compute_lower_hull.py_func(self.counts, rising) if convex else rising
         n = len(self._shape)
         self._state = np.array(learned, np.float64) if len(learned) == n + 3 else np.append(self._shape, np.zeros(3))
         times = self._state[:n]
@@ -155,13 +155,13 @@ class CostModel:
         }
 
     def _get_factors(self, load: Load) -> tuple[float, float, float]:
-        return float(load.n_seqs - 1), float(load.looked), (load.keys - self.keys) / 1000 if load.keys else 0.0
+        return float(load.n_seqs - 1), float(load.n_drafting), (load.keys - self.keys) / 1000 if load.keys else 0.0
 
     def _get_extra_ms(self, load: Load) -> float:
         """Return the milliseconds beside the curve's."""
-        others, looked, thousands = self._get_factors(load)
+        others, n_drafting, thousands = self._get_factors(load)
         per_sequence, per_look, per_thousand = self._extra_factors
-        return max(per_sequence * others + per_look * looked + per_thousand * thousands, -float(self._table[1]) / 2)
+        return max(per_sequence * others + per_look * n_drafting + per_thousand * thousands, -float(self._table[1]) / 2)
 
     def _tabulate(self, sweeps: int) -> np.ndarray:
         n = len(self.counts)

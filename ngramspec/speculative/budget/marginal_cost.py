@@ -15,7 +15,7 @@ from ngramspec.datastore.code_cache import njit
 
 
 @njit(cache=True, nogil=True)
-def pass_costs(cost_ms, base_rows, n):
+def compute_pass_costs(cost_ms, base_rows, n):
     """Return the milliseconds of a pass with base_rows + m rows, m = 0..n: [n+1] float64. The mean slope extends the measured table."""
     last = len(cost_ms) - 1
     slope = max((cost_ms[last] - cost_ms[1]) / (last - 1), 0.0) if last > 1 else 0.0
@@ -27,7 +27,7 @@ def pass_costs(cost_ms, base_rows, n):
 
 
 @njit(cache=True, nogil=True)
-def lower_hull(x, y):
+def compute_lower_hull(x, y):
     """Return the greatest convex function below points y [n] at rising x [n], at these x: [n] float64. The first and last lie on it."""
     corners = np.empty(len(x), np.int64)
     k = 0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ngramspec.speculative.budget.cost_model import CostModel, Load
-from ngramspec.speculative.budget.threshold import PredictedMs, SpeculationThreshold
+from ngramspec.speculative.budget.threshold import PredictedPass, SpeculationThreshold
 
 # Passes. After so many drafted ones, one is made without drafts to re-measure the baseline that the threshold is computed from. After so
 # many without drafts, one drafts at half the threshold, in case rows are believed too expensive. Both intervals begin at FIRST_INTERVAL and
@@ -55,12 +55,12 @@ class StepTimer:
         self.finish_step()
         self._started, self._load = self._clock(), Load(0)
 
-    def plan(self, rows: int, n_seqs: int, keys: int, looked: int, *, drafts: bool = True) -> StepPlan:
+    def plan(self, rows: int, n_seqs: int, keys: int, n_drafting: int, *, drafts: bool = True) -> StepPlan:
         """Return the plan for a pass that carries `rows` rows without drafts, for `n_seqs` sequences with `keys` tokens in all.
 
-        looked: sequences that a draft is looked for; drafts: False if none may be made.
+        n_drafting: sequences that a draft is looked for; drafts: False if none may be made.
         """
-        curve, plain_ms = self.cost.get_curve(Load(rows, n_seqs, keys, looked)), self.cost.predict(Load(n_seqs, n_seqs, keys))
+        curve, plain_ms = self.cost.get_curve(Load(rows, n_seqs, keys, n_drafting)), self.cost.predict(Load(n_seqs, n_seqs, keys))
         threshold = self.threshold.get_threshold(n_seqs, plain_ms)
         if drafts and self._since_drafts >= self._trial_after:
             self._trial_after = min(2 * self._trial_after, PROBE_INTERVAL)
@@ -80,25 +80,25 @@ class StepTimer:
         return True
 
     def set_load(
-        self, rows: int, *, nodes: int, n_seqs: int, keys: int, looked: int, has_prompt: bool, speculates: bool, n_beside: int = 0
+        self, rows: int, *, nodes: int, n_seqs: int, keys: int, n_drafting: int, has_prompt: bool, speculates: bool, n_beside: int = 0
     ) -> None:  # fmt: skip
         """Set what the step's pass carries: `nodes` of its rows are drafts, and `n_seqs` sequences get tokens.
 
         speculates: drafts may be made for any of them; n_beside: how many of them decode beside parts of prompts.
         """
-        self._load, self._base = Load(rows, n_seqs, keys, looked), Load(rows - nodes, n_seqs, keys)
+        self._load, self._base = Load(rows, n_seqs, keys, n_drafting), Load(rows - nodes, n_seqs, keys)
         self._nodes, self._has_prompt, self._speculates, self._n_tokens = nodes, has_prompt, speculates, 0
         self._n_beside = n_beside
         self._since_plain = 0 if nodes == 0 and not has_prompt else self._since_plain + 1
         self._since_drafts = 0 if nodes else self._since_drafts + 1
 
     def record_steps(self, records: np.ndarray, n_seqs: int, *, speculates: bool) -> None:
-        """Record several steps of `n_seqs` sequences; records [n] STEP_RECORD, the last of a step that goes on until it is over."""
+        """Record several steps of `n_seqs` sequences; records [n] STEP_RECORD. The last of them goes on until `finish_step`."""
         assert self._started is not None
         ms = (self._clock() - self._started) * 1e3
         before = max(ms - float(records["step_ms"].sum()), 0.0)  # until the first of them began
-        for i, (_, step_ms, rows, nodes, looked, made, keys) in enumerate(records.tolist(), 1):
-            self.set_load(rows, nodes=nodes, n_seqs=n_seqs, keys=keys, looked=looked, has_prompt=False, speculates=speculates)
+        for i, (_, step_ms, rows, nodes, n_drafting, made, keys) in enumerate(records.tolist(), 1):
+            self.set_load(rows, nodes=nodes, n_seqs=n_seqs, keys=keys, n_drafting=n_drafting, has_prompt=False, speculates=speculates)
             self.add_tokens(made)
             if i < len(records):
                 self._record_step(step_ms + before)
@@ -134,11 +134,11 @@ class StepTimer:
                 if 0 < self._n_stalls < MAX_STALLS:
                     continue
             if step.speculates:
-                plain = self.cost.predict(Load(load.n_seqs, load.n_seqs, load.keys))
+                plain_ms = self.cost.predict(Load(load.n_seqs, load.n_seqs, load.keys))
                 base_ms = self.cost.predict(step.base)
-                beside = base_ms - self.cost.predict(step.base.drop_sequences(step.n_beside)) if step.n_beside else 0.0
-                predicted = PredictedMs(predicted_ms, base_ms, plain, step.nodes, step.n_beside, beside)
-                self.threshold.record_step(load.n_seqs, step.made, step.ms, predicted, has_prompt=step.has_prompt)
+                beside_ms = base_ms - self.cost.predict(step.base.drop_sequences(step.n_beside)) if step.n_beside else 0.0
+                predicted = PredictedPass(predicted_ms, base_ms, plain_ms, step.nodes, step.n_beside, beside_ms)
+                self.threshold.record_step(load.n_seqs, step.n_tokens, step.ms, predicted, has_prompt=step.has_prompt)
             if not step.has_prompt:
                 self.cost.observe(load, step.ms)
         self._finished.clear()
@@ -153,7 +153,8 @@ class _Step(NamedTuple):
     base: Load
     """The load without drafts."""
     nodes: int
-    made: int
+    n_tokens: int
     has_prompt: bool
     speculates: bool
     n_beside: int
+    """Sequences that decode beside parts of prompts."""

@@ -54,37 +54,37 @@ class SpeculationThreshold:
         beside_ms = min(self._ms_beside / self._rows_beside, alone_ms)
         return alone_ms + (beside_ms - alone_ms) * self._rows_beside / self._rows
 
-    def record_step(self, n_seqs: int, n_tokens: int, ms: float, predicted: PredictedMs, *, has_prompt: bool) -> None:
+    def record_step(self, n_seqs: int, n_tokens: int, ms: float, predicted: PredictedPass, *, has_prompt: bool) -> None:
         """Update the threshold with a pass that made `n_tokens` tokens for `n_seqs` sequences in `ms`."""
         fade = max(1.0 - ms / _LOAD_MEMORY_MS, 0.5)
         self._rows = self._rows * fade + (predicted.n_beside if has_prompt else n_seqs)
         self._rows_beside = self._rows_beside * fade + predicted.n_beside
-        self._ms_beside = self._ms_beside * fade + predicted.beside
-        plain_ms = predicted.plain / max(n_seqs, 1)
+        self._ms_beside = self._ms_beside * fade + predicted.beside_ms
+        plain_ms = predicted.plain_ms / max(n_seqs, 1)
         saved = (n_tokens - n_seqs) * self._get_token_ms(plain_ms)
         slower = 1.0 / self._undrafted.ratio  # than predicted, by what else runs on this machine
         if has_prompt:  # the time of large passes is not predicted well; what rows add to them is
-            baseline_ms = ms + (saved - (predicted.drafted - predicted.base)) * slower
+            baseline_ms = ms + (saved - (predicted.drafted_ms - predicted.base_ms)) * slower
         else:
-            baseline_ms = (predicted.base + saved) * slower
-            if predicted.nodes == 0:
-                self._undrafted.add(predicted.drafted, ms)
-            self._decoding.add((predicted.base + (n_tokens - n_seqs) * plain_ms) * slower, ms)
+            baseline_ms = (predicted.base_ms + saved) * slower
+            if predicted.n_nodes == 0:
+                self._undrafted.add(predicted.drafted_ms, ms)
+            self._decoding.add((predicted.base_ms + (n_tokens - n_seqs) * plain_ms) * slower, ms)
         self._whole.add(baseline_ms, ms)
         lost = (ms - baseline_ms) / MEMORY_MS
         moved = self.governor * (1.0 + lost * (_RISE if lost > 0 else _FALL)) - (self.governor - 1.0) * _LEAK * ms / MEMORY_MS
         self.governor = min(max(moved, 1.0), _MAX_GOVERNOR)
 
 
-class PredictedMs(NamedTuple):
-    """Predicted milliseconds of one pass, and how many draft nodes it carries."""
+class PredictedPass(NamedTuple):
+    """What the cost model predicted of one pass, and what the pass carries."""
 
-    drafted: float  # of the pass as it is
-    base: float  # of the same pass, had no draft been looked for
-    plain: float  # of a pass without drafts and without parts of prompts
-    nodes: int
+    drafted_ms: float  # of the pass as it is
+    base_ms: float  # of the same pass, had no draft been looked for
+    plain_ms: float  # of a pass without drafts and without parts of prompts
+    n_nodes: int  # draft nodes
     n_beside: int = 0  # sequences that decode beside parts of prompts
-    beside: float = 0.0  # what their rows add to the pass
+    beside_ms: float = 0.0  # what their rows add to the pass
 
 
 class _FadingRatio:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from ngramspec.backends.base import Runner
-from ngramspec.speculative.trained.stepwise import LENGTH, Known, Stepwise
+from ngramspec.speculative.trained.stepwise import LENGTH, StepwiseDrafter, StepwiseState
 
 
-class DraftLayers(Stepwise):
+class DraftLayers(StepwiseDrafter):
     """Draft with the first `n_layers` layers, `length` tokens deep, in `branches` chains."""
 
     name = "layers"
@@ -29,5 +29,5 @@ class DraftLayers(Stepwise):
         """Raises ValueError where the model has fewer layers, UnsupportedModelError where they cannot be run by themselves."""
         self._use(runner.early_exit(self.n_layers), runner.pool, runner.rows_per_item, runner.max_rows)
 
-    def _keep_accepted(self, seq: int, known: Known, accepted: np.ndarray) -> int:
-        return len(known.tokens) + len(accepted) - 1
+    def _keep_accepted(self, seq: int, state: StepwiseState, accepted: np.ndarray) -> int:
+        return len(state.tokens) + len(accepted) - 1

@@ -20,10 +20,10 @@ from ngramspec.errors import UnsupportedModelError
 from ngramspec.models.loader import eos_token_ids, load_model
 from ngramspec.models.memory import available_memory
 from ngramspec.outputs import BLOCK
-from ngramspec.speculative.trained.stepwise import LENGTH, Known, Stepwise
+from ngramspec.speculative.trained.stepwise import LENGTH, StepwiseDrafter, StepwiseState
 
 
-class DraftModel(Stepwise):
+class DraftModel(StepwiseDrafter):
     """Drafts `length` tokens with a smaller model; with `branches` above 1, several chains that are verified as one tree."""
 
     name = "model"
@@ -59,17 +59,17 @@ class DraftModel(Stepwise):
         super().begin(seq, tokens)
         self._pool.reserve(seq, len(tokens))
 
-    def _keep_accepted(self, seq: int, known: Known, accepted: np.ndarray) -> int:
-        n, computed = len(known.tokens), known.computed
-        if known.chains is not None:
-            path = n + np.array(known.chains.find_path(accepted[:-1]), np.int32)
+    def _keep_accepted(self, seq: int, state: StepwiseState, accepted: np.ndarray) -> int:
+        n, computed = len(state.tokens), state.computed
+        if state.chains is not None:
+            path = n + np.array(state.chains.find_path(accepted[:-1]), np.int32)
             self._pool.commit(seq, n, path)  # type: ignore[attr-defined]  # a pool with memory
             computed = n + len(path)
         self._pool.truncate_to(seq, n + len(accepted))
         return computed
 
     def end(self, seq: int) -> None:
-        if seq in self._known:
+        if seq in self._state_of:
             super().end(seq)
             self._pool.release(seq)
 

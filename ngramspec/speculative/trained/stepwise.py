@@ -29,10 +29,10 @@ class Chains:
     request's own sampler would take from these logits, by the same u, and the rest begin with the next most likely tokens.
     """
 
-    def __init__(self, text: SequenceInfo, n_tokens: int, depth: int, branches: int, draws: bool) -> None:
+    def __init__(self, info: SequenceInfo, n_tokens: int, depth: int, branches: int, draws: bool) -> None:
         self.depth, self.level, self.branches = depth, 0, branches
-        self.draws = draws and text.sampler.params.temperature > 0
-        self._text, self._position = text, n_tokens - text.n_prompt
+        self.draws = draws and info.sampler.params.temperature > 0
+        self._info, self._position = info, n_tokens - info.n_prompt
         self._samplers: list[Sampler] = []
         self._ends: list[int] = []
         self._tokens: list[int] = []
@@ -60,7 +60,7 @@ class Chains:
         position = self._position + self.level
         if self.level == 0:
             chosen = self._begin(rows[0], position)
-            self._samplers = [self._text.sampler.fork() for _ in chosen]
+            self._samplers = [self._info.sampler.fork() for _ in chosen]
             self._ends = [-1] * len(chosen)
         else:
             chosen = [self._choose(sampler, row, position, i) for i, (sampler, row) in enumerate(zip(self._samplers, rows, strict=True))]
@@ -77,8 +77,8 @@ class Chains:
 
     def _begin(self, row: np.ndarray, position: int) -> list[tuple[int, np.ndarray]]:
         if self.draws:
-            return [self._choose(self._text.sampler, row, position, i) for i in range(self.branches)]
-        token, shares = self._choose(self._text.sampler, row, position, 0)
+            return [self._choose(self._info.sampler, row, position, i) for i in range(self.branches)]
+        token, shares = self._choose(self._info.sampler, row, position, 0)
         likeliest = np.argsort(-shares, kind="stable")[: self.branches].tolist() if self.branches > 1 else []
         others = [other for other in likeliest if other != token and shares[other] > 0]
         return [(each, shares) for each in [token, *others[: self.branches - 1]]]
@@ -107,20 +107,20 @@ class Chains:
 
 
 @dataclass(slots=True)
-class Known:
+class StepwiseState:
     """A sequence as its drafter knows it."""
 
     tokens: np.ndarray  # [n] int32, committed
     computed: int = 0
     """How many of them have keys and values in the drafter's pool."""
-    text: SequenceInfo | None = None
+    info: SequenceInfo | None = None
     written: bool = False
     """The model has written a token: its prompt is computed, and drafts do not keep the first token waiting."""
     chains: Chains | None = None
     """Its draft in the present pass."""
 
 
-class Stepwise(ABC):
+class StepwiseDrafter(ABC):
     """Base of drafters that compute one token after the other. A sequence has the same slot in their pool as in the engine."""
 
     name: str
@@ -132,31 +132,31 @@ class Stepwise(ABC):
             if value < 1:
                 raise ValueError(f"{what} of a draft must be 1 or more, got {value}")
         self.length, self.branches = length, branches
-        self._known: dict[int, Known] = {}
+        self._state_of: dict[int, StepwiseState] = {}
 
     def _use(self, forward: Callable[[Batch], Output], pool: BlockTables, rows_per_item: int, max_rows: int) -> None:
         self._forward, self._pool, self._rows_per_item, self._max_rows = forward, pool, rows_per_item, max_rows
 
     @abstractmethod
-    def _keep_accepted(self, seq: int, known: Known, accepted: np.ndarray) -> int:
+    def _keep_accepted(self, seq: int, state: StepwiseState, accepted: np.ndarray) -> int:
         """Keep what is right of the draft. How many tokens are computed once those `accepted` [k] are among them; less than all."""
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
-        self._known[seq] = Known(tokens.copy())
+        self._state_of[seq] = StepwiseState(tokens.copy())
 
-    def attach(self, seq: int, text: SequenceInfo) -> None:
-        self._known[seq].text = text
+    def attach(self, seq: int, info: SequenceInfo) -> None:
+        self._state_of[seq].info = info
 
     def propose(self, seqs: Sequence[int], budget: int) -> list[Candidates]:
-        drafting: dict[int, Known] = {}
+        drafting: dict[int, StepwiseState] = {}
         for seq in seqs:
-            known = self._known[seq]
-            depth = self._plan_depth(seq, known, budget)
-            if depth > 0 and known.text is not None:
-                known.chains = Chains(known.text, len(known.tokens), depth, self.branches, self.draws)
-                drafting[seq] = known
+            state = self._state_of[seq]
+            depth = self._plan_depth(seq, state, budget)
+            if depth > 0 and state.info is not None:
+                state.chains = Chains(state.info, len(state.tokens), depth, self.branches, self.draws)
+                drafting[seq] = state
         self._catch_up(drafting)
-        while spans := [span for seq, known in drafting.items() if (span := self._plan_next_level(seq, known)) is not None]:
+        while spans := [span for seq, state in drafting.items() if (span := self._plan_next_level(seq, state)) is not None]:
             output, end = self._forward(pack(spans, self._pool, self._rows_per_item)), 0
             for span in spans:
                 end += span.n_logits
@@ -164,49 +164,49 @@ class Stepwise(ABC):
                 assert chains is not None
                 chains.grow(output.get_logits(end - chains.n_rows, end))
         empty = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
-        return [empty if (chains := self._known[seq].chains) is None else chains.candidates for seq in seqs]
+        return [empty if (chains := self._state_of[seq].chains) is None else chains.candidates for seq in seqs]
 
-    def _plan_depth(self, seq: int, known: Known, budget: int) -> int:
+    def _plan_depth(self, seq: int, state: StepwiseState, budget: int) -> int:
         """Return how many levels to draft, with room for the keys and values of all but the last; 0: none."""
-        n, text = len(known.tokens), known.text
-        if text is None or not known.written:
+        n, info = len(state.tokens), state.info
+        if info is None or not state.written:
             return 0
         room = self._pool.max_blocks * BLOCK - n
-        depth = min(self.length, budget // self.branches, text.limit - n - 1, 1 + room // self.branches)
+        depth = min(self.length, budget // self.branches, info.limit - n - 1, 1 + room // self.branches)
         return depth if depth > 0 and self._pool.reserve(seq, n + (depth - 1) * self.branches) else 0
 
-    def _catch_up(self, drafting: dict[int, Known]) -> None:
+    def _catch_up(self, drafting: dict[int, StepwiseState]) -> None:
         """Compute what is missing of the texts, but for as many of their last tokens as the first pass of the draft can carry."""
-        while sum(len(known.tokens) - known.computed for known in drafting.values()) > self._max_rows:
+        while sum(len(state.tokens) - state.computed for state in drafting.values()) > self._max_rows:
             left, spans = self._max_rows, []
-            for seq, known in drafting.items():
-                first, n = known.computed, min(len(known.tokens) - 1 - known.computed, left)
+            for seq, state in drafting.items():
+                first, n = state.computed, min(len(state.tokens) - 1 - state.computed, left)
                 if n > 0:
-                    spans.append(Span(seq, known.tokens[first : first + n], first, logits=0))
-                    known.computed, left = first + n, left - n
+                    spans.append(Span(seq, state.tokens[first : first + n], first, logits=0))
+                    state.computed, left = first + n, left - n
             if not spans:  # more sequences than rows
                 return
             self._forward(pack(spans, self._pool, self._rows_per_item)).get_logits(0, 0)
 
-    def _plan_next_level(self, seq: int, known: Known) -> Span | None:
+    def _plan_next_level(self, seq: int, state: StepwiseState) -> Span | None:
         """Return the rows that the next level of a draft grows from, None if it is deep enough."""
-        chains, n = known.chains, len(known.tokens)
+        chains, n = state.chains, len(state.tokens)
         assert chains is not None
         if chains.level == chains.depth:
             return None
         if chains.level == 0:
-            first, known.computed = known.computed, n
-            return Span(seq, known.tokens[first:], first)
+            first, state.computed = state.computed, n
+            return Span(seq, state.tokens[first:], first)
         tree = chains.tree
         if chains.n_rows == 1:
             return Span(seq, tree.tokens[-1:], n + chains.level - 1)
-        return Span(seq, known.tokens[-1:], n - 1, tree)  # a tree is computed as a whole: the earlier levels once more
+        return Span(seq, state.tokens[-1:], n - 1, tree)  # a tree is computed as a whole: the earlier levels once more
 
     def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None:
-        known = self._known[seq]
-        known.computed = self._keep_accepted(seq, known, accepted)
-        known.tokens = np.concatenate([known.tokens, accepted])
-        known.written, known.chains = True, None
+        state = self._state_of[seq]
+        state.computed = self._keep_accepted(seq, state, accepted)
+        state.tokens = np.concatenate([state.tokens, accepted])
+        state.written, state.chains = True, None
 
     def end(self, seq: int) -> None:
-        self._known.pop(seq, None)
+        self._state_of.pop(seq, None)
