@@ -685,7 +685,7 @@ def test_a_failure_ends_the_samples_beside_it_and_no_other_request(truth: list[i
         return poisoned
 
     with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=5, max_model_len=120) as engine:
-        for name in ("extend", "append_all"):  # of single steps, and of native ones
+        for name in ("extend", "append_native"):  # of single steps, and of native ones
             monkeypatch.setattr(sequence.Sequence, name, poison(getattr(sequence.Sequence, name)))
         for _ in range(3):
             bad = engine.submit([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, n=4, temperature=1.0, seed=1))

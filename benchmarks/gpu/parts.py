@@ -171,7 +171,7 @@ def measure_passes(plan: Plan) -> Named:
 def by_context(engine: Engine, plan: Plan, n_bytes: int, gb_s: float) -> dict[str, Figures]:
     """Return median milliseconds of a pass of one row after texts of these lengths, against the reading of weights, keys and values."""
     token_bytes = sum(2 * heads * dim for heads, dim in engine.runner.shapes) * getattr(torch, plan.dtype).itemsize
-    fitting = [n for n in plan.contexts if n + 1 < min(engine.max_model_len, engine.runner.pool.n_tokens)]
+    fitting = [n for n in plan.contexts if n + 1 < min(engine.max_model_len, engine.runner.pool.n_positions)]
     medians = common.measure_medians({str(n): partial(engine.time_pass, 1, n) for n in fitting}, plan.repeat)
     floors = {str(n): (n_bytes + n * token_bytes) / gb_s / 1e6 for n in fitting}
     return {n: {"ms": round(ms, 4), "over_floor": round(ms / floors[n], 3)} for n, ms in medians.items()}

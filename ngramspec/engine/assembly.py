@@ -133,30 +133,31 @@ def bind(
     config: EngineConfig,
     device: DeviceConfig,
     progress: Progress,
-    modules: bool = False,
-    compiling: Callable[[background_compiler.BackgroundCompiler], None] = lambda _: None,
-    check: Callable[[Any, str], None] = lambda *_: None,
+    needs_modules: bool = False,
+    on_compiling: Callable[[background_compiler.BackgroundCompiler], None] = lambda _: None,
+    check_stores: Callable[[Any, str], None] = lambda *_: None,
 ) -> BoundModel:
-    """Load a model, bind it and measure it, in the thread that is to run it. `modules`: its runner is to have transformers' modules.
+    """Load a model, bind it and measure it, in the thread that is to run it.
 
-    `compiling` is given what compiles beside, if anything does: once somebody closes that, loading ends at the next `progress` that raises.
-    `check` is given the model's tokenizer and name before its weights are packed, and raises what the caller wants to end loading with.
+    `needs_modules`: its runner must have transformers' modules, because drafters may read them. `on_compiling` is called with what compiles
+    beside, if anything does: once somebody closes that, loading ends at the next `progress` that raises. `check_stores` is called with the
+    model's tokenizer and name before its weights are packed, and raises what the caller wants to end loading with.
     Raises what `models.loader.load_model` and the device's runner raise (see `errors`).
     """
 
-    def clear() -> None:
+    def clear_caches() -> None:
         log.warning("an earlier start crashed: compiling everything anew")
         code_cache.clear_all()
         for folder in ("code", "starts"):
             shutil.rmtree(cache_dir() / folder, ignore_errors=True)
 
-    with crashes.watch_start(cache_dir() / "crashes", clear), pause_collector():
+    with crashes.watch_start(cache_dir() / "crashes", clear_caches), pause_collector():
         numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
         code = background_compiler.start_compiling(_guess_compiled(model, config, device), progress) if device.device == "cpu" else None
         try:
             if code is not None:
-                compiling(code)
-            return _bind(_Start(model, tokenizer, config, device, progress, code, check), modules)
+                on_compiling(code)
+            return _bind(_Start(model, tokenizer, config, device, progress, code, check_stores), needs_modules)
         except BaseException:
             if code is not None:
                 code.close()
@@ -165,7 +166,7 @@ def bind(
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What one start of an engine goes by."""
+    """The arguments of `bind`, and what compiles beside it."""
 
     model: str | PreTrainedModel
     tokenizer: Any
@@ -174,7 +175,7 @@ class _Start:
     progress: Progress
     code: background_compiler.BackgroundCompiler | None
     """Compiles beside the start; None if that is not needed or not possible."""
-    check: Callable[[Any, str], None]
+    check_stores: Callable[[Any, str], None]
     folder: Path | None = None
     """The folder that `model` names on the hub, which is asked once; None for any other name."""
 
@@ -193,7 +194,7 @@ class _Start:
         return wanted or trained
 
 
-def _bind(start: _Start, modules: bool) -> BoundModel:
+def _bind(start: _Start, needs_modules: bool) -> BoundModel:
     """Bind a model while the start's `code`, or a thread of this process, compiles what steps need besides it."""
     config, device, code = start.config, start.device, start.code
     warmer = threading.Thread(target=background_compiler.warm_up, daemon=True)
@@ -208,13 +209,13 @@ def _bind(start: _Start, modules: bool) -> BoundModel:
         start = replace(start, folder=Path(located) if located != start.model else None)
         kept = start_cache.find_start_record(located, settings, cache_dir())
         found = kept.read() if kept else None
-    restarted = _restart(start, kept, found) if found and kept and not modules else None
+    restarted = _restart(start, kept, found) if found and kept and not needs_modules else None
     runner, about = restarted or _load(start)
-    runner.tokenizer, runner.max_model_len = about.tokenizer, min(start.limit_length(about.trained), runner.pool.n_tokens)
+    runner.tokenizer, runner.max_model_len = about.tokenizer, min(start.limit_length(about.trained), runner.pool.n_positions)
     if code is None:
         warmer.join()
     start.wait_for_code(*background_compiler.PLAIN)
-    row_counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_tokens, runner.pool.max_blocks * BLOCK)]
+    row_counts = [rows for rows in runner.cost_rows if 2 * rows <= min(runner.pool.n_positions, runner.pool.max_blocks * BLOCK)]
     times, taught = ((found or {}).get(key, []) for key in ("measured_ms", "learned"))
     if not times or len(times) > len(row_counts):
         start.progress("measuring what a pass costs")
@@ -235,7 +236,7 @@ def _bind(start: _Start, modules: bool) -> BoundModel:
     save_start_record()
     if code is not None:
         code.go_on()
-    log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_tokens)
+    log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_positions)
     encoding = Encoding(about.tokenizer, runner.vocab_size)
     return BoundModel(
         about.name, about.architecture, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding,
@@ -277,7 +278,7 @@ def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]
         return None
     if not weight_map.suits_length(longest):
         return None
-    start.check(opened.tokenizer, name)
+    start.check_stores(opened.tokenizer, name)
 
     def make_model() -> PreTrainedModel:
         from ngramspec.models.loader import open_model
@@ -315,7 +316,7 @@ def _load(start: _Start) -> tuple[Runner, _ModelInfo]:
     else:
         moved: PreTrainedModel = model.to(torch.device(device.device))  # type: ignore[arg-type]  # as torch declares it
         loaded = LoadedModel(moved, tokenizer, moved.config.name_or_path or type(moved).__name__, eos_token_ids(moved, tokenizer))
-    start.check(loaded.tokenizer, loaded.name)
+    start.check_stores(loaded.tokenizer, loaded.name)
     trained = int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or 4096)
     info = _ModelInfo(loaded.name, loaded.tokenizer, loaded.eos_token_ids, trained, loaded.model.config.model_type)
     with silence_transformers():  # the check makes models of fewer tokens, of which transformers says that ids lie beyond them

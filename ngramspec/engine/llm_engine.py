@@ -414,7 +414,7 @@ class Engine(GenerationMethods):
             "prefix_cache": self.prefix_cache,
             "max_model_len": self.max_model_len,
             "max_seqs": len(self.runner.pool.n_blocks_of),
-            "kv_tokens": self.runner.pool.n_tokens,
+            "kv_tokens": self.runner.pool.n_positions,
             "cost_ms": {c: round(float(self.cost.table[c]), 3) for c in counts if c <= self.cost.max_rows},
             "linear_policies": {f"{n}x{k}": str(policy) for (n, k), policy in self.runner.policies.items()},
         }
@@ -431,7 +431,7 @@ class Engine(GenerationMethods):
         return EngineStatus(
             waiting=self._thread.n_waiting,
             running=len(scheduler.running),
-            kv_tokens=pool.n_tokens,
+            kv_tokens=pool.n_positions,
             kv_used=(pool.n_blocks - len(pool.free) - n_cached) * BLOCK,
             kv_cached=n_cached * BLOCK,
             prefix_queries=scheduler.prefix_queries,

@@ -84,18 +84,18 @@ class NativeSteps:
 
     def __init__(self, runner: Runner, speculator: Speculator, observers: Observers) -> None:
         self._runner, self._speculator, self._observers = runner, speculator, observers
-        self._fits = speculator.spec_length < MAX_NEW_TOKENS
+        self._draft_fits = speculator.spec_length < MAX_NEW_TOKENS
         self._state: LoopState | None = None  # takes half a millisecond to make, so it is used again
 
     def run(
-        self, rows: list[ScheduledRows], rule: Acceptance, timing: StepTimer, max_rows: int, interrupt: np.ndarray
+        self, rows: list[ScheduledRows], acceptance: Acceptance, timing: StepTimer, max_rows: int, interrupt: np.ndarray
     ) -> NativeResult | None:
         """Make as many steps of sequences that decode as the time and the drafts allow, until interrupt [1] int64 is not 0.
 
         None, with nothing done: a step in Python must be made, since a sequence needs Python between its pass and the next one, or the
         runner or the speculator does. Raises MemoryError before the first step.
         """
-        if not (self._fits and rule.matches_by_pass and all(_runs_natively(each.seq) for each in rows)):
+        if not (self._draft_fits and acceptance.matches_by_pass and all(_runs_natively(each.seq) for each in rows)):
             return None
         seqs, drafting = [each.seq for each in rows], None
         slots, speculates = [seq.slot for seq in seqs if seq.speculation], any(seq.max_depth > 0 for seq in seqs)
@@ -227,7 +227,7 @@ def _list_draws(seqs: list[Sequence]) -> tuple[np.ndarray, ...]:
 def _list_members(
     pool: BlockTables, forward: NativeForward, table: np.ndarray, stops: np.ndarray, drafting: NativeDrafting, budget: StepBudget
 ) -> tuple[Any, ...]:
-    """Return what a call's steps go by: the first members of a `LoopState`."""
+    """Return the first members of a `LoopState`, those in `step_functions._GIVEN`: what stays the same in a call, and the sequences."""
     return (
         table, drafting.draft_state, stops,
         (drafting.spec_length, drafting.spec_rows, drafting.history, drafting.chains, drafting.recycles),

@@ -29,7 +29,7 @@ class PromptAhead:
     def __init__(self, runner: Runner, max_rows: int) -> None:
         """Compute in passes of up to `max_rows` rows."""
         self._runner, self._max_blocks = runner, max(max_rows // BLOCK, 1)
-        self._list: Callable[[], Iterable[Sequence[int]]] | None = None
+        self._list_prompts: Callable[[], Iterable[Sequence[int]]] | None = None
         self._salt = ""
         self._expected: deque[tuple[np.ndarray, list[bytes]]] = deque()
         self.n_tokens = 0
@@ -37,7 +37,7 @@ class PromptAhead:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._list or self._expected)
+        return bool(self._list_prompts or self._expected)
 
     def expect(self, list_prompts: Callable[[], Iterable[Sequence[int]]], tenant: str) -> None:
         """Expect the prompts that `list_prompts` returns, the most urgent first, and no others; it is called once nothing else runs.
@@ -45,20 +45,20 @@ class PromptAhead:
         Layers that keep a state have it after few blocks only: there nothing is computed ahead.
         """
         self._expected.clear()
-        self._list, self._salt = None if self._runner.is_recurrent else list_prompts, tenant
+        self._list_prompts, self._salt = None if self._runner.is_recurrent else list_prompts, tenant
 
     def compute_some(self, slot: int, cost: CostModel) -> None:
         """Compute blocks of the first expected prompt in one pass, or find out what the prompts are. `slot`: one that nobody holds."""
         try:
-            if self._list is not None:
-                self._expected.extend(self._hash(ids) for ids in self._list())
-                self._list = None  # after that: there is work meanwhile
+            if self._list_prompts is not None:
+                self._expected.extend(self._hash(ids) for ids in self._list_prompts())
+                self._list_prompts = None  # after that: there is work meanwhile
             elif not self._compute_blocks(slot, cost, *self._expected[0]):
                 self._expected.popleft()
         except Exception as error:  # nobody has asked for it
             log.warning("a prompt is not computed ahead: %s", error)
             self._expected.clear()
-            self._list = None
+            self._list_prompts = None
 
     def _hash(self, ids: Sequence[int]) -> tuple[np.ndarray, list[bytes]]:
         tokens = np.array(ids, np.int32)
@@ -68,7 +68,7 @@ class PromptAhead:
         """Compute the next blocks of a prompt. Return whether there were any, and room for them."""
         pool = self._runner.pool
         n_known = next((i for i, digest in enumerate(hashes) if digest not in pool.block_of), len(hashes))
-        if n_known == len(hashes) or LEAST_ROOM * len(tokens) > pool.n_tokens:
+        if n_known == len(hashes) or LEAST_ROOM * len(tokens) > pool.n_positions:
             return False
         n_rows = cost.count_rows(MOST_MS, Load(1, keys=BLOCK * n_known))
         end = min(n_known + min(max(n_rows // BLOCK, 1), self._max_blocks), len(hashes))

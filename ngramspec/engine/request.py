@@ -57,7 +57,7 @@ class PromptOptions(SamplingOptions, Hints, total=False):
 
 
 class BeamControl(TypedDict, total=False):
-    """Whose a beam search is, and when it ends early."""
+    """The tenant of a beam search, and when it ends early."""
 
     tenant: str | None
     """Whose prompts it shares what was computed for; None: nobody's."""
@@ -123,8 +123,8 @@ def merge_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> 
     return replace(params, **sampling) if sampling else params
 
 
-class Owner(Protocol):
-    """The interface of the engine's thread that a request needs."""
+class EngineThread(Protocol):
+    """What a request needs of the engine's thread (`thread.StepThread`)."""
 
     def cancel(self, request: Request) -> None: ...
 
@@ -136,7 +136,7 @@ class Request:
     """A submitted prompt. Made by `Engine.submit`; `result()` waits, `cancel()` frees what it holds."""
 
     def __init__(
-        self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver | None, thread: Owner, *,
+        self, completion: Completion, params: SamplingParams, seqs: list[Sequence], deliver: Deliver | None, thread: EngineThread, *,
         final_only: bool = False, on_end: Several[Callable[[Choice], None]] = (),
     ) -> None:  # fmt: skip
         """Make a request with one of `seqs` per choice.

@@ -1,7 +1,7 @@
 """A sequence: its tokens, its text, its end. Knows nothing of passes, pools or batches.
 
 The step appends tokens one by one and in order, whether they were drafted or not, so that a stop token or stop string in the middle of
-accepted tokens ends the sequence exactly there. Native steps append several at once (`append_all`), under the same stop rule.
+accepted tokens ends the sequence exactly there. Native steps append several at once (`append_native`), under the same stop rule.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Sequence:
                 return n
         return len(tokens)
 
-    def append_all(self, tokens: np.ndarray, state: int) -> None:
+    def append_native(self, tokens: np.ndarray, state: int) -> None:
         """Append tokens [n] int32 of native steps, which have found the sequence in this `state` after the last one.
 
         Raises NotFiniteError or InvalidInputError if the last token is -1: none could be picked.
@@ -170,11 +170,11 @@ class Sequence:
         self.buffer[self.n_tokens] = token
         self.n_tokens += 1
         self.previous_token, self.last_token = self.last_token, token
-        beginning = self.sampler.constraint
+        constraint_before = self.sampler.constraint  # the sampler drops one that is over
         self.sampler.accept(token)
         choice = self.choice
         choice.n_spelled = self.sampler.n_spelled
-        if beginning is not None and beginning.is_over:
+        if constraint_before is not None and constraint_before.is_over:
             self.limit = min(self.n_prompt + choice.n_spelled + self.params.max_tokens, self.limit)
             self.min_tokens = choice.n_spelled + self.params.min_tokens
         choice.token_ids.append(token)
@@ -185,7 +185,7 @@ class Sequence:
             self._end(STOP)
             return True
         if self.params.stop:
-            self.show()
+            self.update_text()
         constraint = self.sampler.constraint
         if self.text.stopped_by is not None or (constraint is not None and constraint.complete):
             choice.stop_reason = self.text.stopped_by
@@ -205,12 +205,12 @@ class Sequence:
     def finish(self, reason: str) -> None:
         self.choice.finish_reason, self.finished = reason, True
         if self.params.stop:
-            self.show()
+            self.update_text()
             if self.text.stopped_by is not None and reason == "length":  # held-back text completed a stop string
                 self.choice.finish_reason, self.choice.stop_reason = "stop", self.text.stopped_by
 
-    def show(self) -> None:
-        """Bring the text up to date. Without stop strings nothing waits for it: it can be done during the next pass."""
+    def update_text(self) -> None:
+        """Detokenize what is new. Without stop strings nothing waits for it: it can be done during the next pass."""
         choice = self.choice
         new = [self.text.push(token) for token in choice.token_ids[len(choice.texts) : len(choice.token_ids) - self._n_wordless]]
         choice.texts += new
@@ -226,7 +226,7 @@ class Sequence:
 
     def make_delta(self) -> Delta:
         """Return what the sequence got since the last delta, with its text brought up to date."""
-        self.show()
+        self.update_text()
         choice, n = self.choice, self._n_sent
         delta = Delta(
             choice.index,

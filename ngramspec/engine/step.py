@@ -231,7 +231,7 @@ class Core:
             if seq.slot < 0:  # another sequence of its request has failed
                 continue
             try:
-                seq.append_all(result.tokens[b, :n], state)
+                seq.append_native(result.tokens[b, :n], state)
                 self._observers.record_sources(seq, result.sources[b, :n])
                 appended.append((seq, result.tokens[b, :n]))
             except Exception as e:

@@ -37,7 +37,7 @@ class LoopStateType(types.StructRef):
 
 
 class LoopState(structref.StructRefProxy):
-    """All that a call's steps go by, and what one pass was drafted and packed for until it is accepted."""
+    """The arrays and settings of a call, what its steps have made, and the draft of the pass that is under way."""
 
 
 # `drafting`: spec_length, spec_rows, history, chains, recycles of a `NativeDrafting`. `shape`: threads, `n_best` and rows per item of the

@@ -42,7 +42,7 @@ class StepThread:
         self._calls: set[Future[None]] = set()
         self._unfinished: set[Request] = set()
         self._request_of: dict[Sequence, Request] = {}
-        self._gained: list[tuple[Request, Sequence]] = []  # sequences whose tokens of the last pass have not been delivered
+        self._undelivered: list[tuple[Request, Sequence]] = []  # with new tokens since the last delivery
         self._held: dict[Request, None] = {}  # requests whose tokens are drawn, while the code for that is being compiled
         self._n_arriving = 0  # sequences of requests that the thread has not seen, or holds
         self._wake = threading.Condition()
@@ -267,14 +267,14 @@ class StepThread:
             request = self._request_of[seq]
             if seq.finished:
                 del self._request_of[seq]
-            self._gained.append((request, seq))
+            self._undelivered.append((request, seq))
         if not (self.core.runner.asynchronous and self.core.scheduler.has_work):  # else while the device is at the next pass
             self._flush()
 
     def _flush(self) -> None:
         """Deliver to requests what their sequences got in the last pass."""
-        gained, self._gained = self._gained, []
-        for request, seq in gained:
+        undelivered, self._undelivered = self._undelivered, []
+        for request, seq in undelivered:
             if request.done:
                 continue
             try:
@@ -305,7 +305,7 @@ class StepThread:
                 self.core.remove(seq)
             if is_known or is_held:
                 seq.finish("cancelled")
-                self._gained.append((request, seq))
+                self._undelivered.append((request, seq))
         self._flush()
 
     def _end(self, request: Request, error: Exception) -> None:

@@ -60,8 +60,8 @@ class BlockTables:
         self.block_of: dict[bytes, int] = {}  # registered blocks by their hash
 
     @property
-    def n_tokens(self) -> int:
-        """Positions in all blocks together."""
+    def n_positions(self) -> int:
+        """KV positions of all blocks: how many tokens have room."""
         return self.n_blocks * BLOCK
 
     @property

@@ -32,18 +32,18 @@ from ngramspec.outputs import BLOCK
 
 log = logging.getLogger(__name__)
 
-# A prompt of which so many tokens had to be computed is kept after its first request; else blocks are once a second request had them:
-# of an editor's prompts, each key changes some hundred tokens.
+# If this many tokens of a prompt had to be computed, its blocks are kept after its first request; else once a second request has reused
+# them: of an editor's prompts, each key changes some hundred tokens.
 KEPT_TOKENS = 1024
-# A state takes 20 to 60 MB. Of a prompt's the last one is kept, and from there back others, the least number of blocks between two of them
-# growing from the first to the second: the next prompt differs near the end as a rule.
+# A state takes 20 to 60 MB. Of a prompt's states the last one is kept, and from there back others: the least gap between two of them, in
+# blocks, doubles from the first number to the second, since the next prompt differs near the end as a rule.
 STATE_GAPS = 8, 64
 REMEMBERED = 8  # the latest requests whose blocks may still have to be written
 BLOCKS_AT_ONCE = 16  # that are handed to the writer before the engine looks for requests again
 IDLE_S = 0.5  # without a request, until blocks are written
 _DIGEST = 16  # bytes of a checksum
 BLOCK_SUFFIX, STATE_SUFFIX, _PARTIAL = ".kv", ".state", ".part"
-STALE_S = 600.0  # a file that is still being written after so long is one of a process that was killed
+STALE_S = 600.0  # age of a partial file after which the process that wrote it is taken to have been killed
 RECOUNT = 0.05  # share of the bound that one process writes between two counts of what all have written
 _NAME = 32 * "[0-9a-f]"  # of a file: its block's hash
 
@@ -78,7 +78,7 @@ class PrefixFolder:
             raise InvalidInputError(f"prefix_cache_path {str(root)!r} cannot be used: {error}") from None
         if (hasattr(os, "getuid") and status.st_uid != os.getuid()) or stat.S_IMODE(status.st_mode) & 0o022:
             raise InvalidInputError(f"prefix_cache_path {str(root)!r} holds a folder that others may write: {self.path.name}")
-        files = self._remove_cut(self._list())
+        files = self._remove_truncated(self._list_files())
         self.known = {path.name for _, _, path in files if path.parent == self.path}
         """Names of the files that are there, as far as this process knows: others may have written or removed some since."""
         self._n_bytes = sum(size for _, size, _ in files)  # of the folder when it was counted, and of what was written since
@@ -122,7 +122,7 @@ class PrefixFolder:
         self._writer.join()
 
     def _write_all(self) -> None:
-        """Write what waits. Of a disk that is full, or a folder that has gone, the log is told once, until a file can be written again."""
+        """Write what waits. If the disk is full or the folder has gone, log that once, until a file can be written again."""
         failed = False
         while (job := self._waiting.get()) is not None:
             name, body = job
@@ -150,7 +150,7 @@ class PrefixFolder:
 
     def _remove_oldest(self) -> None:
         """Remove the files read or written least recently, of all models, if there is more than the bound, until a tenth of it is free."""
-        files = sorted(self._list())
+        files = sorted(self._list_files())
         self._n_bytes, self._n_written = sum(size for _, size, _ in files), 0
         self._remove_stale()
         if self._n_bytes <= self.max_bytes:
@@ -170,7 +170,7 @@ class PrefixFolder:
                 if time.time() - path.stat().st_mtime > STALE_S:
                     path.unlink()
 
-    def _remove_cut(self, files: list[tuple[float, int, Path]]) -> list[tuple[float, int, Path]]:
+    def _remove_truncated(self, files: list[tuple[float, int, Path]]) -> list[tuple[float, int, Path]]:
         """Remove this model's files that a crash or a full disk has cut short, so that all are written again; return the other files."""
         cut = {path for _, size, path in files if path.parent == self.path and size != _DIGEST + self._sizes[path.suffix]}
         for path in cut:
@@ -180,7 +180,7 @@ class PrefixFolder:
             log.warning("%d files of %s are damaged and are removed", len(cut), self.path)
         return [each for each in files if each[2] not in cut]
 
-    def _list(self) -> list[tuple[float, int, Path]]:
+    def _list_files(self) -> list[tuple[float, int, Path]]:
         """Return time, size and path of every file of the folder."""
         found = []
         for suffix in (BLOCK_SUFFIX, STATE_SUFFIX):
@@ -196,8 +196,9 @@ class PrefixStore:
 
     def __init__(self, folder: PrefixFolder, pool: BlockTables) -> None:
         self.folder, self.pool = folder, pool
-        self._chains: deque[list[tuple[bytes, str]]] = deque(maxlen=REMEMBERED)  # hashes and names of the files to write
-        self._worked_s = 0.0
+        self._unsaved: deque[list[tuple[bytes, str]]] = deque(maxlen=REMEMBERED)
+        """Hashes of the blocks to write and names of their files, a list per request, the latest last."""
+        self._last_work_s = 0.0
 
     def restore(self, hashes: Sequence[bytes]) -> None:
         """Bring blocks of this prefix that only the folder has into the pool, as far as it has room that nobody holds.
@@ -245,7 +246,7 @@ class PrefixStore:
             states = self._choose_states(hashes[:worth])
             wanted = [*wanted[: hashes.index(states[0]) + 1 if states else 0], *((digest, name_state(digest)) for digest in states)]
         if missing := [(digest, name) for digest, name in wanted if name not in self.folder.known]:
-            self._chains.append(missing)
+            self._unsaved.append(missing)
 
     def _choose_states(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Return the blocks of a prefix whose states are worth a file: the last one that has a state, and some before it."""
@@ -259,26 +260,26 @@ class PrefixStore:
     @property
     def idle_after_s(self) -> float | None:
         """Seconds without a request after which `save_some` has something to do; None if there is nothing."""
-        if not self._chains:
+        if not self._unsaved:
             return None
-        return max(self._worked_s + IDLE_S - time.monotonic(), 0.0)
+        return max(self._last_work_s + IDLE_S - time.monotonic(), 0.0)
 
     def note_work(self) -> None:
-        """A request has been worked on: writing waits."""
-        self._worked_s = time.monotonic()
+        """Note that a request has been worked on, so that writing waits."""
+        self._last_work_s = time.monotonic()
 
     def save_some(self) -> None:
         """Give some blocks to the writer, those of the latest request first."""
         left = BLOCKS_AT_ONCE
-        while self._chains and left:
-            chain = self._chains[-1]
+        while self._unsaved and left:
+            chain = self._unsaved[-1]
             while chain and left:
                 digest, name = chain.pop(0)
                 if name not in self.folder.known and (body := self._read_from_pool(digest, name)) is not None:
                     self.folder.write(name, body)
                     left -= 1
             if not chain:
-                self._chains.pop()
+                self._unsaved.pop()
 
     def _read_from_pool(self, digest: bytes, name: str) -> bytes | None:
         if name.endswith(STATE_SUFFIX):
@@ -288,7 +289,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Write what is left, and return once it is written."""
-        while self._chains:
+        while self._unsaved:
             self.save_some()
         self.folder.close()
 

@@ -19,7 +19,7 @@ class SnapshotTable:
         return digest in self._number_of
 
     def count_blocks(self, hashes: Sequence[bytes], cached: Container[bytes]) -> int:
-        """Return how many of these blocks can be taken over: all are `cached`, and there is a snapshot behind the last of them."""
+        """Return how many of these blocks can be taken over: all are `cached`, and there is a snapshot after the last of them."""
         known = 0
         for n, digest in enumerate(hashes, 1):
             if digest not in cached:

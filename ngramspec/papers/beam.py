@@ -170,7 +170,8 @@ class BeamSearch:
         pool = self.runner.pool
         return OutOfMemoryError(
             f"a beam of {n} tokens does not fit in the KV pool beside {len(self.beams) - 1} others and what else runs: "
-            f"{pool.n_available * BLOCK} of its {pool.n_tokens} tokens are free; a larger kv_memory, a smaller width or less text may fit"
+            f"{pool.n_available * BLOCK} of its {pool.n_positions} tokens are free; "
+            "a larger kv_memory, a smaller width or less text may fit"
         )
 
     def _make_span(self, beam: _Beam, n_rows: int, logits: int = 1) -> Span:

@@ -162,7 +162,7 @@ def test_what_a_cancelled_request_computed_is_kept(engine: Engine) -> None:
 def test_status_adds_up() -> None:
     with build(kv_memory=16 * 32 * 1024) as engine:
         start = engine.status()
-        assert start.kv_tokens == engine.runner.pool.n_tokens
+        assert start.kv_tokens == engine.runner.pool.n_positions
         assert (start.waiting, start.running, start.kv_used, start.kv_cached, start.prefix_queries, start.passes) == (0,) * 6
         prompt = text(70)
         engine.complete(prompt, SHORT)

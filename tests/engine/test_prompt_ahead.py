@@ -126,8 +126,8 @@ def test_nobody_has_seen_what_a_cancelled_request_wrote(engine: Engine) -> None:
 def test_a_prompt_that_would_take_the_place_of_others_is_left_out() -> None:
     tight = Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=1, kv_memory=1 << 18)
     with tight as engine:
-        long = make_text(engine.runner.pool.n_tokens // 3 + BLOCK)[:255]
-        assert 3 * len(long) > engine.runner.pool.n_tokens
+        long = make_text(engine.runner.pool.n_positions // 3 + BLOCK)[:255]
+        assert 3 * len(long) > engine.runner.pool.n_positions
         engine.complete(make_text(20), max_tokens=1, next_prompts=lambda _: [long])
         assert wait_until(lambda: not engine.core.ahead.has_work)
         assert engine.status().tokens_ahead == 0

@@ -294,7 +294,7 @@ class CudaRunner(Runner):
         The test goes on after a violation: `violations` names them all.
         """
         real = self._device.type == "cuda"  # an interpreter takes its time
-        n = min(LONG_TEXT if real else 40, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_tokens // 3)
+        n = min(LONG_TEXT if real else 40, (self.pool.max_blocks - 1) * BLOCK, self.pool.n_positions // 3)
         tests = {
             "attention or small operations: a chain and a tree against token by token": super().self_test,
             f"attention, a text of {n} tokens in large and in small pieces": lambda: self._test_pieces(n),

@@ -53,7 +53,7 @@ class DraftModel(StepwiseDrafter):
         self._use(self.runner.forward, self.runner.pool, self.runner.rows_per_item, self.runner.max_rows)
 
     def has_room(self, n_tokens: Sequence[int]) -> bool:
-        return sum(self._pool.count_blocks(n) for n in n_tokens if n <= self._pool.n_tokens) <= self._pool.n_available
+        return sum(self._pool.count_blocks(n) for n in n_tokens if n <= self._pool.n_positions) <= self._pool.n_available
 
     def begin(self, seq: int, tokens: np.ndarray) -> None:
         super().begin(seq, tokens)

@@ -19,12 +19,12 @@ from ngramspec.speculative.drafter import Candidates
 LENGTH = 5  # Most levels.
 SIBLINGS = 4  # Most tokens of a level.
 LEAST_PROB = 0.02  # Least probability of a token's path: below it a row never pays.
-# Times the tokens that a pass makes while the head takes a step, so many must be expected of the level before one more is predicted: a pass
-# makes more than one token, and a level further down is less likely and has to be verified.
+# One more level is predicted if the one before is expected to bring MARGIN times the tokens that passes of one token make while the head
+# takes a step: a pass makes more than one token, and a level further down is less likely and has to be verified.
 MARGIN = 2.5
 # The chain's probabilities are corrected by how often the model took it: weight of earlier drafts, and tokens that are assumed before.
 DECAY, PRIOR = 0.99, 8.0
-STEP_WEIGHT, STEP_ROWS = 0.1, 4  # Weight of the latest step in the mean of steps' times; a step has up to so many rows per sequence.
+STEP_WEIGHT, STEP_ROWS = 0.1, 4  # Weight of the latest step in the mean of steps' times; most rows per sequence of a step that counts.
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _HeadState:
     end: int
     """Position after the last of them."""
     n_read: int = 0
-    """Rows that the head has read, but for drafts."""
+    """Rows that the head has read, those of drafts not counted."""
     states: list[np.ndarray] = field(default_factory=list)
     """Hidden states [n, H] that it has not read, of positions that follow each other."""
     first: int = 0
