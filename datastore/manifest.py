@@ -154,10 +154,16 @@ def _read_whole(folder: Path, entry: FileEntry) -> bytes:
 # ---- the manifest
 
 
+def describe_missing(folder: Path) -> DatastoreNotFoundError:
+    """Return the error of a folder without a manifest."""
+    why = f"it has no file {MANIFEST}" if os.access(folder, os.F_OK) else "there is no such folder"
+    return DatastoreNotFoundError(f"{folder} is not a datastore: {why}")
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read a store's manifest. Raises DatastoreNotFoundError, DatastoreFormatError, DatastoreCorruptError."""
     path = folder / MANIFEST
-    raw = read_file(path, MAX_MANIFEST_BYTES, DatastoreNotFoundError(f"{folder} is not a datastore: it has no file {MANIFEST}"))
+    raw = read_file(path, MAX_MANIFEST_BYTES, describe_missing(folder))
     try:
         document = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import numpy as np
 
 from . import page_cache
-from .errors import DatastoreCorruptError, DatastoreError, DatastoreNotFoundError, TokenizerMismatchError
+from .errors import DatastoreCorruptError, DatastoreError, TokenizerMismatchError
 from .format import HEADER_BYTES, MANIFEST, PLACE_BITS, Segment, SegmentEntry, map_segment
-from .manifest import Manifest, read_left_out, read_manifest, read_tokenizer, read_vocabulary
+from .manifest import Manifest, describe_missing, read_left_out, read_manifest, read_tokenizer, read_vocabulary
 
 _TALLY = 1 << 16  # occurrences that one look-up for people reads at most
 
@@ -204,7 +204,7 @@ class Datastore:
         if fingerprint != own:
             raise TokenizerMismatchError(
                 f"{self.path} was made with the tokenizer of {own_name!r} ({own[:12]}…), the "
-                f"model's is that of {name or 'another model'!r} ({fingerprint[:12]}…): build a store with that one"
+                f"model's is that of {name or 'another model'!r} ({fingerprint[:12]}…): build a datastore with --tokenizer and that model"
             )
 
     @property
@@ -360,7 +360,7 @@ def _read_stamp(folder: Path) -> tuple[int, ...]:
     try:
         status = (folder / MANIFEST).stat()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DatastoreNotFoundError(f"{folder} is not a datastore: it has no file {MANIFEST}") from error
+        raise describe_missing(folder) from error
     except OSError as error:
         raise DatastoreError(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
     return status.st_ino, status.st_mtime_ns, status.st_size

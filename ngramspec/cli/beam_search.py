@@ -19,7 +19,7 @@ def run_beam_search(
     prompt: Prompt = None,
     file: PromptFile = None,
     model: Model = "smollm2",
-    width: Annotated[int, option(SEARCH, "Number of beams, and of texts that are printed.", "--width", "-w")] = 4,
+    width: Annotated[int, option(SEARCH, "Number of beams, and of texts that are printed.", "--width", "-w", min=1)] = 4,
     max_tokens: Annotated[int, option(SEARCH, "Most tokens of a text.")] = 64,
     length_penalty: Annotated[
         float, option(SEARCH, "A text's score is the sum of its log-probabilities, divided by its length to this power.")

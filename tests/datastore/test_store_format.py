@@ -170,13 +170,15 @@ def test_a_store_made_with_another_tokenizer_is_refused_with_both_names(tmp_path
 
 
 def test_what_is_no_store_is_said_to_be_none(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(DatastoreNotFoundError, match="has no file MANIFEST"):
-            Datastore.open(path)
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(DatastoreNotFoundError):
-        Datastore.open(file)
+    for path, why in (
+        (tmp_path, "it has no file MANIFEST"),
+        (tmp_path / "nothing", "there is no such folder"),
+        (file, "it has no file MANIFEST"),
+    ):
+        with pytest.raises(DatastoreNotFoundError, match=why):
+            Datastore.open(path)
     (tmp_path / layout.MANIFEST).mkdir()
     with pytest.raises(DatastoreError, match="not a regular file"):
         Datastore.open(tmp_path)
