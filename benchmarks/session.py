@@ -1,7 +1,7 @@
 """How long does somebody who writes code wait for suggestions? An editing session is replayed against servers over HTTP.
 
     python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--edits N]
-        [--contenders on,off,store,suffix-first,as-sent,not-ahead,predicted,llama-none,llama-ngram-simple,llama-ngram-mod]
+        [--contenders on,off,store,prefix-first,suffix-first,as-sent,not-ahead,predicted,llama-none,llama-ngram-simple,llama-ngram-mod]
         [--datastore STORE] [--llama-server-python PATH] [--after-line N] [--ring N] [--pauses]
 
 DIR are two releases of a library. Functions of the new one whose body is nowhere in the old one are written into their file, one after
@@ -56,6 +56,7 @@ CONTEXT, RING_CONTEXT = 8192, 16384  # tokens; the latter with --ring
 EDIT_LINES = 50, 500  # of a file that is edited as a whole
 TEST_FOLDERS = {"tests", "_tests", "test"}
 CONTENDERS = "on,off,llama-none,llama-ngram-simple,llama-ngram-mod"
+ORDERS = ("prefix-first", "suffix-first")  # of prompts, whatever the model's format
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,11 +357,11 @@ def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]
         with _open_llama_server(name.removeprefix("llama-"), args) as server:
             yield server
         return
-    if name not in ("on", "off", "store", "suffix-first", "as-sent", "not-ahead", "predicted"):
+    if name not in ("on", "off", "store", *ORDERS, "as-sent", "not-ahead", "predicted"):
         raise SystemExit(f"no contender named {name}")
     settings: dict[str, Any] = {"max_model_len": RING_CONTEXT if args.ring else CONTEXT} | ({"no_spec": True} if name == "off" else {})
     settings |= {"threads": args.threads} if args.threads else {}
-    settings |= {"fim_order": name} if name == "suffix-first" else {}
+    settings |= {"fim_order": name} if name in ORDERS else {}
     settings |= {"fim_window": 0} if name == "as-sent" else {}
     settings |= {"no_fim_ahead": True} if name == "not-ahead" else {}
     settings |= {"datastore": f"old={args.datastore}"} if name == "store" else {}

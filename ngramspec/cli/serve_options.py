@@ -229,8 +229,8 @@ class ServerOptions(TypedDict, total=False):
         str,
         option(
             _LOAD,
-            "What comes first in fill-in-the-middle prompts. prefix-first is how models are trained. With suffix-first a keystroke changes "
-            "only the prompt's end, and suggestions come sooner. Default: prefix-first.",
+            "What comes first in fill-in-the-middle prompts: prefix-first, or suffix-first, with which a keystroke changes only the "
+            "prompt's end, so that suggestions come sooner. Default: auto, suffix-first for models that fill in as well with it.",
             metavar="ORDER",
         ),
     ]

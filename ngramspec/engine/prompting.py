@@ -50,7 +50,7 @@ class PromptMaker:
     @cached_property
     def fim(self) -> Fim | None:
         """The model's fill-in-the-middle format; None if it has none."""
-        return Fim.detect(self._encoding.tokenizer, FimOptions(middle_lines=MIDDLE_LINES, heals=True))
+        return Fim.detect(self._encoding.tokenizer, FimOptions("auto", middle_lines=MIDDLE_LINES, heals=True))
 
     @cached_property
     def prompts(self) -> Prompts:

@@ -18,9 +18,9 @@ from ngramspec.datastore.tokens import make_plain_tokenizer
 from ngramspec.prompts.chat_template import before_text
 from ngramspec.tokenizer.spelling import Spelling
 
-# The order of the parts: prefix, suffix, middle, as models are trained with; or suffix, then the prefix, behind which the middle goes on
-# (Bavarian et al., arXiv:2207.14255, section 3: SPM in the form that shares its tokens with the other order).
-Order = Literal["prefix-first", "suffix-first"]
+# The order of the parts: prefix, suffix, middle; or suffix, then the prefix, behind which the middle goes on (Bavarian et al.,
+# arXiv:2207.14255, section 3: SPM in the form that shares its tokens with the other order). "auto": `Format.takes_both` decides.
+Order = Literal["auto", "prefix-first", "suffix-first"]
 Window = int | Literal["any"]  # how many lines a window has that moves with the cursor; 0: there is none
 # The share of the room for both that the text before the cursor gets when neither it nor the text after it fits.
 PREFIX_SHARE = 0.75
@@ -76,6 +76,8 @@ class Format:
     """The path of the file being edited is the first line of the prefix."""
     heading: str = "#{path}\n"
     """A file's first line where there is no separator; such files stand in front of the prefix, behind its token."""
+    takes_both: bool = False
+    """Its models were trained with the suffix first, too, or were measured to fill in as well that way (`benchmarks.infill`)."""
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -92,22 +94,24 @@ def _make_angle_format(name: str, repo: str | None, file: str | None, **more: An
 
 # All formats in the order in which they are tried: those that share tokens go from the one that needs most to the one that needs least.
 FORMATS = (
-    # arXiv:2409.12186, and the README's example at repository level.
-    _make_pipe_format("qwen", "<|repo_name|>", "<|file_sep|>"),
-    # arXiv:2406.11409, figure 2: a path and a line end before the prefix token, a separator between files.
-    _make_pipe_format("codegemma", None, "<|file_separator|>", bos=True, between_files=True),
+    # arXiv:2409.12186, and the README's example at repository level. Both orders: measured with the 0.5B and the 1.5B model.
+    _make_pipe_format("qwen", "<|repo_name|>", "<|file_sep|>", takes_both=True),
+    # arXiv:2406.11409, figure 2: a path and a line end before the prefix token, a separator between files; section 2.2: both orders.
+    _make_pipe_format("codegemma", None, "<|file_separator|>", bos=True, between_files=True, takes_both=True),
     _make_pipe_format("granite", "<|reponame|>", "<|filename|>", after_repo=""),
     _make_pipe_format("pipes", None, None),
     # arXiv:2402.19173, section 5.1: a repository is cut at <file_sep>, and each piece, path and all, is rearranged by itself.
     _make_angle_format("starcoder2", "<repo_name>", "<file_sep>", after_repo="", path_behind_prefix=True),
-    # arXiv:2305.06161 and arXiv:2405.04324: StarCoder, and Granite Code, which has its tokenizer.
-    _make_angle_format("starcoder", "<reponame>", "<filename>", after_repo=""),
+    # arXiv:2305.06161 and arXiv:2405.04324: StarCoder, and Granite Code, which has its tokenizer. Both orders by halves: `fim_spm_rate` of
+    # bigcode-project/Megatron-LM.
+    _make_angle_format("starcoder", "<reponame>", "<filename>", after_repo="", takes_both=True),
     _make_angle_format("angles", None, None),
     Format("santacoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>", pad="<fim-pad>"),
     # arXiv:2401.14196; its README shows several files as "#path", a line end and the text.
     Format("deepseek", "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", bos=True),
-    # arXiv:2308.12950, section 2.3: SentencePiece's implicit leading blank is there before the prefix, not before suffix and middle.
-    Format("codellama", "▁<PRE>", "▁<SUF>", "▁<MID>", bos=True),
+    # arXiv:2308.12950, section 2.3: SentencePiece's implicit leading blank is there before the prefix, not before suffix and middle. Half
+    # of the texts were of the other order.
+    Format("codellama", "▁<PRE>", "▁<SUF>", "▁<MID>", bos=True, takes_both=True),
     # mistral-common: [SUFFIX] suffix [PREFIX] prefix; several files as "+++++ path", a line end and the text.
     Format("codestral", "[PREFIX]", "[SUFFIX]", None, bos=True, heading="+++++ {path}\n"),
     Format("glm", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
@@ -124,7 +128,7 @@ class FimOptions:
     """Lines of a prefix that is a window, which moves with the cursor: it begins where `_begin_window` says. "any": every prefix of
     FEWEST_LINES lines or more is one. Unless it is 0, many further files begin where `_begin_files` says."""
     suffix_tokens: int = 0
-    """Most tokens of the suffix in a prompt where it stands behind the prefix, and is computed again with it. 0: all of them."""
+    """Most tokens of the suffix in a prompt. 0: all of them."""
     middle_lines: int = 0
     """Up to this many last lines of the prefix stand at the beginning of the middle instead, so that a key changes the prompt's end alone.
     0: none."""
@@ -215,7 +219,8 @@ class Fim:
 
     @property
     def _is_suffix_first(self) -> bool:
-        return self.format.middle is None or self.options.order == "suffix-first"
+        order = self.options.order
+        return self.format.middle is None or order == "suffix-first" or (order == "auto" and self.format.takes_both)
 
     def _is_window(self, prefix: str) -> bool:
         """Return whether a prefix is taken for a window that moves with the cursor."""
@@ -243,7 +248,7 @@ class Fim:
         room = None if limit is None else limit - fixed
         middle = self._encode(begun, inner=True)
         tail = self._encode(suffix, inner=True)
-        if self.options.suffix_tokens and not self._is_suffix_first:
+        if self.options.suffix_tokens:
             tail = tail[: self.options.suffix_tokens]
         head = self._encode(prefix, inner=bool(files) and form.file is None)
         if room is not None:

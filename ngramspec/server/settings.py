@@ -239,9 +239,9 @@ class ServerSettings(BaseSettings):
     """Seconds that running requests have to end when the server is told to stop."""
     parse_special: bool = True
     """Control tokens are parsed in prompts of /v1/completions and /completion, unless a request says otherwise; never in messages."""
-    fim_order: Order = "prefix-first"
+    fim_order: Order = "auto"
     """What stands first in a prompt to fill in the middle. With the text after the cursor first, a key changes only the prompt's end, and
-    all before it comes from the prefix cache; not every model fills in as well that way."""
+    all before it comes from the prefix cache. "auto": that order for models that fill in as well with it."""
     fim_window: Annotated[Window, BeforeValidator(_read_window)] = 256
     """Lines before the cursor that an editor sends of a file that has more; llama.vim's and llama.vscode's `n_prefix`. A prefix of as many
     begins with a line of its first quarter that stays the same while the cursor goes down, so that the prefix cache has the prompt's
@@ -250,8 +250,7 @@ class ServerSettings(BaseSettings):
     """The middle of prompts with the prefix first begins at one of the last lines before the cursor, of this many, and a key changes the
     prompt's end alone. 0: it begins at the cursor."""
     fim_suffix_tokens: int = Field(default=512, ge=0)
-    """Most tokens after the cursor in a prompt with the prefix first, which are computed again whenever the middle begins elsewhere;
-    llama.cpp's server keeps as many. 0: all."""
+    """Most tokens after the cursor in a prompt; llama.cpp's server keeps as many. 0: all."""
     fim_ahead: bool = True
     """While nothing else runs, compute into the prefix cache the prompt that follows if a suggestion is accepted, and that of the window
     which begins elsewhere soon."""

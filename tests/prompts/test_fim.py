@@ -238,16 +238,15 @@ def test_too_long_for_the_room_keeps_three_to_one() -> None:
 
 
 @pytest.mark.parametrize("name", TOKENS)
-def test_the_suffix_is_cut_only_where_each_key_computes_it_again(name: str) -> None:
+def test_a_suffix_of_so_many_tokens_at_most(name: str) -> None:
     tokenizer = bytes_tokenizer(TOKENS[name])
     orders: tuple[Order, ...] = ("prefix-first", "suffix-first")
     for order in orders:
         whole, cut = Fim.detect(tokenizer, FimOptions(order)), Fim.detect(tokenizer, FimOptions(order, suffix_tokens=20))
         assert whole is not None
         assert cut is not None
-        is_cut = order == "prefix-first" and cut.format.middle is not None
         shown = SUFFIX + "b" * 100
-        expected = ids_of(tokenizer, shown)[:20] if is_cut else ids_of(tokenizer, shown)
+        expected = ids_of(tokenizer, shown)[:20]
         assert cut.make_prompt(PREFIX, shown, FILES) == whole.make_prompt(PREFIX, tokenizer.decode(expected), FILES)
         assert cut.make_prompt(PREFIX, "b" * 20) == whole.make_prompt(PREFIX, "b" * 20)
         named = list(cut.list_next_prompts(PREFIX, shown, "x = 1\n"))
@@ -459,6 +458,19 @@ def test_suffix_first(name: str) -> None:
     assert shown == ids_of(tokenizer, *_suffix_first(WITH_FILES[name]))
     later = fim.make_prompt(PREFIX + "x", SUFFIX, FILES, path="c.py", repo="shop")
     assert later[: len(shown) - 3] == shown[:-3], "a key changes the end alone"
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_the_order_that_reuses_most_where_models_fill_in_as_well_with_it(name: str) -> None:
+    tokenizer = bytes_tokenizer(TOKENS[name])
+    orders: tuple[Order, ...] = ("auto", "prefix-first", "suffix-first")
+    auto, prefix_first, suffix_first = (Fim.detect(tokenizer, FimOptions(order, middle_lines=8, heals=True)) for order in orders)
+    assert auto is not None
+    assert prefix_first is not None
+    assert suffix_first is not None
+    expected = suffix_first if name in {"qwen", "codegemma", "starcoder", "codellama"} else prefix_first
+    assert auto.make_prompt(PREFIX, SUFFIX, FILES) == expected.make_prompt(PREFIX, SUFFIX, FILES)
+    assert list(auto.list_next_prompts(PREFIX, SUFFIX, "x")) == list(expected.list_next_prompts(PREFIX, SUFFIX, "x"))
 
 
 def test_an_order_that_the_format_has_anyway() -> None:

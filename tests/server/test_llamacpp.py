@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.outputs import BLOCK, Completion, Delta, TokenLogprob
-from ngramspec.prompts.fim import Fim
+from ngramspec.prompts.fim import Fim, Order
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.engine_input import EngineInput
@@ -185,7 +185,7 @@ def test_a_session_of_llama_vim(editor: httpx.Client, fim_engine: Engine, fim: F
 def test_what_follows_an_accepted_suggestion_is_computed_ahead(fim_engine: Engine, make_server: Callable[..., Any]) -> None:
     body = {"input_prefix": BEFORE * 3 + "# ", "input_suffix": AFTER * 3, "n_predict": 20, "cache_prompt": True}
     for fim_ahead in (True, False):
-        settings = ServerSettings(fim_ahead=fim_ahead, fim_middle_lines=0)
+        settings = ServerSettings(fim_ahead=fim_ahead, fim_order="prefix-first", fim_middle_lines=0)
         with httpx.Client(base_url=make_server(settings, fim_engine).url, timeout=60) as client:
             answer = post(client, "/infill", body | {"prompt": str(fim_ahead)})
             wait_until(lambda: not fim_engine.core.ahead.has_work, 20)
@@ -194,12 +194,17 @@ def test_what_follows_an_accepted_suggestion_is_computed_ahead(fim_engine: Engin
         assert (n_computed <= BLOCK) if fim_ahead else (n_computed > len(AFTER)), (fim_ahead, n_computed)
 
 
-def test_a_key_computes_the_end_of_the_prompt_alone(editor: httpx.Client) -> None:
-    written = "    total = count(first) + 1\n    return to"
+@pytest.mark.parametrize(("order", "elsewhere"), [("prefix-first", 1), ("suffix-first", 0)])
+def test_a_key_computes_the_end_of_the_prompt_alone(
+    fim_engine: Engine, make_server: Callable[..., Any], order: Order, elsewhere: int
+) -> None:
+    written = f"    {order[:6]} = count(first) + 1\n    return to"
     body = {"input_prefix": BEFORE * 3, "input_suffix": AFTER * 3, "n_predict": 2, "cache_prompt": True}
-    computed = [post(editor, "/infill", body | {"prompt": written[:n]})["timings"]["prompt_n"] for n in range(1, len(written))]
-    assert sorted(computed)[-3] <= BLOCK + len(written), computed
-    assert sorted(computed)[-1] > len(AFTER), "the middle begins elsewhere once at most"
+    with httpx.Client(base_url=make_server(ServerSettings(fim_order=order), fim_engine).url, timeout=60) as client:
+        first, *computed = (post(client, "/infill", body | {"prompt": written[:n]})["timings"]["prompt_n"] for n in range(1, len(written)))
+    assert sorted(computed)[-1 - elsewhere] <= BLOCK + len(written), computed
+    if elsewhere:
+        assert max(first, *computed) > len(AFTER), "the middle begins elsewhere once at most"
 
 
 def test_the_same_ids_the_same_text(editor: httpx.Client, fim_engine: Engine, fim: Fim) -> None:
@@ -320,7 +325,7 @@ def test_a_long_suffix_is_cut(fim_engine: Engine, make_server: Callable[..., Any
         before, after = "x = 1\n" * 10, "y = 2\n" * 150
         answer = post(client, "/infill", {"input_prefix": before, "input_suffix": after, "n_predict": 1})
         head, tail, middle = re.split(r"<\|fim_suffix\|>|<\|fim_middle\|>", answer["prompt"])
-        assert (head + middle, tail) == (f"<|fim_prefix|>{before}", after[:shown])
+        assert (head, tail, middle) == ("<|fim_prefix|>", after[:shown], before)
         body = {"prompt": before, "suffix": after, "max_tokens": 1}
         assert post(client, "/v1/completions", body)["usage"]["prompt_tokens"] == len(before) + shown + 3
 
@@ -329,8 +334,8 @@ def test_a_file_that_is_too_long_is_cut(editor: httpx.Client, fim_engine: Engine
     body = {"input_prefix": "x = 1\n" * 400, "input_suffix": "y = 2\n" * 400, "input_extra": RING, "n_predict": 5}
     answer = post(editor, "/infill", body)
     assert fim_engine.max_model_len - 150 < answer["tokens_evaluated"] <= fim_engine.max_model_len - 5
-    before, after = re.split(re.escape("<|fim_suffix|>"), answer["prompt"])
-    assert before.startswith("<|fim_prefix|>")
+    head, after, before = re.split(r"<\|fim_suffix\|>|<\|fim_middle\|>", answer["prompt"])
+    assert head.startswith("<|fim_prefix|>")
     assert 2.5 < len(before) / len(after) < 3.5
     assert answer["truncated"] is False
     everything = {"input_prefix": "x = 1\n" * 400, "input_suffix": "", "logit_bias": [[NEWLINE, 100.0]], "response_fields": ["truncated"]}

@@ -45,7 +45,7 @@ class Ask:
 
 def asks(engine: Engine) -> list[Ask]:
     """Every kind of request, greedy and seeded, streaming and not, alone and two at a time, some with a hint that changes no token."""
-    fim = Fim.detect(engine.tokenizer, FimOptions(middle_lines=MIDDLE_LINES, heals=True))
+    fim = Fim.detect(engine.tokenizer, FimOptions("auto", middle_lines=MIDDLE_LINES, heals=True))
     assert fim is not None
     hints: Iterator[dict[str, Any]] = itertools.cycle([{}, {"speculation": False}, {}, {"datastore": []}, {"prediction": SHARED}, {}, {}])
     made = []
