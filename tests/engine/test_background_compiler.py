@@ -330,7 +330,7 @@ def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     code, out, _ = run("--help")
     assert code == 0
     assert "--model" in out
-    assert "Once per installation" in " ".join(out.split())
+    assert "once per installation" in " ".join(out.split())
     code, _, err = run("--model", "/no/such/model.gguf")
     assert code == 2
     assert "/no/such/model.gguf" in err
