@@ -248,7 +248,7 @@ class ServerOptions(TypedDict, total=False):
         int,
         option(
             _LOAD,
-            "With --fim-order prefix-first: put up to this many lines before the cursor after the suffix, so that a keystroke changes only "
+            "With the prefix first: put up to this many lines before the cursor after the suffix, so that a keystroke changes only "
             "the prompt's end. 0: none, and the text after the cursor is computed again at every keystroke. Default: 8.",
             metavar="LINES",
         ),
@@ -257,7 +257,7 @@ class ServerOptions(TypedDict, total=False):
         int,
         option(
             _LOAD,
-            "With --fim-order prefix-first: most tokens after the cursor that the model sees; 0: all. Default: 512, as in llama.cpp.",
+            "Most tokens after the cursor that the model sees; 0: all. Default: 512, as in llama.cpp.",
             metavar="N",
         ),
     ]
