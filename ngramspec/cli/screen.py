@@ -36,7 +36,7 @@ def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     elif console.is_terminal:
         with console.status("starting") as status:
             yield lambda message: status.update(Text(to_printable(message)))
-    else:
+    else:  # a line and its end in one write: several threads report
         yield common.ThrottledLines(lambda message: print(f"ngramspec: {to_printable(message)}\n", end="", file=sys.stderr))
 
 

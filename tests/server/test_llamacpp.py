@@ -318,28 +318,34 @@ def test_texts_inject_nothing(editor: httpx.Client, fim: Fim) -> None:
     assert answer["tokens_predicted"] == 1
 
 
+ORDERS: tuple[Order, ...] = ("prefix-first", "suffix-first")
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("kept", "shown"), [(None, 512), (20, 20), (0, 900)])
-def test_a_long_suffix_is_cut(fim_engine: Engine, make_server: Callable[..., Any], kept: int | None, shown: int) -> None:
-    settings = ServerSettings() if kept is None else ServerSettings(fim_suffix_tokens=kept)
+def test_a_long_suffix_is_cut(fim_engine: Engine, make_server: Callable[..., Any], kept: int | None, shown: int, order: Order) -> None:
+    settings = ServerSettings(fim_order=order) if kept is None else ServerSettings(fim_order=order, fim_suffix_tokens=kept)
     with httpx.Client(base_url=make_server(settings, fim_engine).url, timeout=60) as client:
         before, after = "x = 1\n" * 10, "y = 2\n" * 150
         answer = post(client, "/infill", {"input_prefix": before, "input_suffix": after, "n_predict": 1})
         head, tail, middle = re.split(r"<\|fim_suffix\|>|<\|fim_middle\|>", answer["prompt"])
-        assert (head, tail, middle) == ("<|fim_prefix|>", after[:shown], before)
+        assert (head + middle, tail) == (f"<|fim_prefix|>{before}", after[:shown])
         body = {"prompt": before, "suffix": after, "max_tokens": 1}
         assert post(client, "/v1/completions", body)["usage"]["prompt_tokens"] == len(before) + shown + 3
 
 
-def test_a_file_that_is_too_long_is_cut(editor: httpx.Client, fim_engine: Engine) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_file_that_is_too_long_is_cut(fim_engine: Engine, make_server: Callable[..., Any], order: Order) -> None:
     body = {"input_prefix": "x = 1\n" * 400, "input_suffix": "y = 2\n" * 400, "input_extra": RING, "n_predict": 5}
-    answer = post(editor, "/infill", body)
-    assert fim_engine.max_model_len - 150 < answer["tokens_evaluated"] <= fim_engine.max_model_len - 5
-    head, after, before = re.split(r"<\|fim_suffix\|>|<\|fim_middle\|>", answer["prompt"])
-    assert head.startswith("<|fim_prefix|>")
-    assert 2.5 < len(before) / len(after) < 3.5
-    assert answer["truncated"] is False
     everything = {"input_prefix": "x = 1\n" * 400, "input_suffix": "", "logit_bias": [[NEWLINE, 100.0]], "response_fields": ["truncated"]}
-    assert post(editor, "/infill", everything) == {"truncated": True}
+    with httpx.Client(base_url=make_server(ServerSettings(fim_order=order), fim_engine).url, timeout=60) as client:
+        answer = post(client, "/infill", body)
+        assert fim_engine.max_model_len - 150 < answer["tokens_evaluated"] <= fim_engine.max_model_len - 5
+        head, after, middle = re.split(r"<\|fim_suffix\|>|<\|fim_middle\|>", answer["prompt"])
+        assert head.startswith("<|fim_prefix|>")
+        assert 2.5 < len(head + middle) / len(after) < 3.5
+        assert answer["truncated"] is False
+        assert post(client, "/infill", everything) == {"truncated": True}
 
 
 @pytest.mark.parametrize("n", [1, 3])
