@@ -31,7 +31,7 @@ from weights import (
 from ngramspec.backends.cpu.codegen import targets
 from ngramspec.backends.cpu.codegen.activations import INTEGER_ZERO, emit_quantise
 from ngramspec.backends.cpu.codegen.kernels import FEW_ROWS, FLOAT_ROWS, CompiledModules, Kernels, build_module
-from ngramspec.backends.cpu.codegen.products import emit_float32, emit_int8
+from ngramspec.backends.cpu.codegen.products import EXACT_BLOCKS, emit_float32, emit_int8
 from ngramspec.backends.cpu.codegen.targets import Target, get_host_target, list_targets
 from ngramspec.backends.cpu.codegen.tiles import emit_int8_tiles, list_tile_rows
 from ngramspec.backends.cpu.formats import DEPTH, QUANTISED, SUPER, WIDTH, PlainFormat, QuantFormat, WeightFormat
@@ -145,9 +145,11 @@ def test_tiles_multiply_any_number_of_blocks(kind: str, n_inputs: int, generic: 
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_the_largest_codes(kind: str, generic: Kernels, other: Kernels) -> None:
-    """Where sums are begun in 16 bits, they fit."""
+    """Where sums are begun in 16 bits, or added up in float32 as integers, they fit."""
     weight = random_weight(kind, N, K)
     weight.data[:, weight.codes_at :] = 255
+    if kind == "Q4_K":
+        weight.data[:, : weight.super_at] = 63  # the largest scales and offsets
     x = np.array([3.0, -3.0, 2.9, -2.9, 3.0, -3.0])[:, None] * np.ones(K, np.float32)
     x[2, ::2] = x[3, 1::2] = 0
     x = np.resize(x, (MOST, K))
@@ -400,6 +402,7 @@ def test_exact_sums_of_super_blocks_fit(kind: str) -> None:
     assert most_scale * most_code < 2**15
     assert fmt.zero in (0, INTEGER_ZERO) or not fmt.integers
     assert fmt.zero or 127 * DEPTH // 2 * most_code < 2**15, "sums of 16 codes"
+    assert fmt.zero or 127 * DEPTH * EXACT_BLOCKS * most_code * most_scale < 2**24, "sums of some blocks"
 
 
 def test_vectors_that_do_not_fit_into_registers_cross_no_line_of_the_cache() -> None:

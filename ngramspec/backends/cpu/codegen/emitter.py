@@ -214,7 +214,7 @@ class Emitter:
         if self.target.dot == "maddubs":
             return [total for (total,) in self._emit_pair_products(code, x_at, bits, [[total] for total in totals], scale)]
         totals = list(totals)
-        by_pairs = self.target.dot in ("vnni512", "vnni256")  # which multiply and add words of 16 bits in one instruction
+        by_pairs = self.target.dot == "vnni256"  # which multiplies and adds words of 16 bits in one instruction
         n_parts = 2 if by_pairs else 1
         for part in range(n_parts):
             sums = [NOUGHTS] * len(x_at)
