@@ -81,6 +81,14 @@ def _read_metadata(table: type) -> dict[str, tuple[Any, ...]]:
     return {name: declared.__metadata__ for name, declared in get_type_hints(table, include_extras=True).items()}
 
 
+def name_flag(table: type, field: str) -> str:
+    """Return the flag that sets a field of a TypedDict of options."""
+    declared = _read_metadata(table)[field][0]
+    names = (declared.default, *(declared.param_decls or ()))  # typer takes the first name for a default until it makes the command
+    flags = (name for name in names if isinstance(name, str) and name.startswith("--"))
+    return next(flags, "--" + field.replace("_", "-")).split("/")[0]
+
+
 def _convert(value: Any, convert: Callable[[Any], Any] | None = None) -> Any:
     """Return a value as a command's function gets it. No callback of typer's does this: typer makes what one returns for a list a list."""
     return value if value is None or convert is None else convert(value)

@@ -16,8 +16,8 @@ import typer
 
 from ngramspec.cli import common, drafts
 from ngramspec.cli.common import BadInputError, check_text, option, to_printable
-from ngramspec.cli.environment import add_environment
-from ngramspec.cli.flags import ENGINE, MODEL_HELP, SPECULATION, with_options
+from ngramspec.cli.environment import PREFIX, add_environment
+from ngramspec.cli.flags import ENGINE, MODEL_HELP, SPECULATION, name_flag, with_options
 from ngramspec.cli.interrupts import keep_interrupts
 from ngramspec.cli.serve_options import ServerOptions
 from ngramspec.config import EngineConfig
@@ -137,12 +137,19 @@ def _make_settings(given: Mapping[str, Any]) -> ServerSettings:
     try:
         return ServerSettings(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))  # values are not repeated: they may be keys
-        reason = describe_field_error(first)
+        first = error.errors()[0]  # values are not repeated: they may be keys
+        place, reason = _name_source(given, first["loc"]), describe_field_error(first)
         raise BadInputError(f"{place}: {reason}" if place else reason) from None
     except SettingsError as error:
         raise BadInputError(str(error)) from None
+
+
+def _name_source(given: Mapping[str, Any], place: Sequence[str | int]) -> str:
+    """Return the option that a setting comes from, or else its variable; nothing if an error is about several."""
+    if place and place[0] in given:
+        return ": ".join([name_flag(ServerOptions, str(place[0])), *(part for part in place[1:] if isinstance(part, str))])
+    names = itertools.takewhile(lambda part: isinstance(part, str), place)
+    return PREFIX + "__".join(map(str, names)).upper() if place else ""
 
 
 def parse_stores(given: Sequence[str], what: str = "--datastore", taken: Collection[str] = ()) -> dict[str, str]:

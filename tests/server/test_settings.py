@@ -159,12 +159,12 @@ def test_candidates_are_shared_among_one(ran: list[Any], options: list[str], rec
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--port", "70000"], "port"),
-        (["--api-key", "short"], "8 or more"),
-        (["--api-key", "a b:good-long-key"], "name"),
+        (["--port", "70000"], "--port: must be at most 65535"),
+        (["--api-key", "short"], "--api-key: key: a key must be 8 or more"),
+        (["--api-key", "a b:good-long-key"], "--api-key: name: "),
         (["--api-key-file", "/nowhere/keys"], "/nowhere/keys"),
-        (["--drain-timeout", "-1"], "drain_timeout"),
-        (["--log-format", "xml"], "log_format"),
+        (["--drain-timeout", "-1"], "--drain-timeout: must be"),
+        (["--log-format", "xml"], "--log-format: must be 'text' or 'json'"),
         (["--fim-window", "some"], "number of lines, or any"),
         (["--kv-memory", "lots"], "--kv-memory"),
         (["-d", "a=x", "-d", "a=y"], "given twice"),
@@ -175,6 +175,14 @@ def test_bad_options(ran: list[Any], options: list[str], told: str) -> None:
     assert isinstance(result.exception, cli.BadInputError)
     assert told in str(result.exception)
     assert "good-long-key" not in str(result.exception)
+    assert not ran
+
+
+def test_errors_name_the_variable_that_a_setting_comes_from(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in (("NGRAMSPEC_MAX_QUEUE", "-3"), ("NGRAMSPEC_LIMITS__BODY_BYTES", "0")):
+        with monkeypatch.context() as environment:
+            environment.setenv(variable, value)
+            assert str(serve().exception).startswith(f"{variable}: must be at least")
     assert not ran
 
 
