@@ -21,6 +21,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.datastructures import MutableHeaders
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngramspec.server import error_responses, field_support, logs
@@ -144,7 +145,12 @@ class RequestMiddleware:
                 self.admission.check_room(1)  # before the body is parsed, which would cost the requests that run
                 if key is not None:
                     self._enter(scope, key)
-            scope["state"]["json"] = parse_body(scope, body, self.limits)
+            try:
+                scope["state"]["json"] = parse_body(scope, body, self.limits)
+            except ApiError:
+                if _has_route(scope):
+                    raise
+                return b""  # the application says that nothing is there, which helps more than what is wrong with the body
         return body
 
     def _enter(self, scope: Scope, key: Key) -> None:
@@ -160,6 +166,10 @@ class RequestMiddleware:
         """Return the room of a request that is answered. May be called again."""
         if (key := scope["state"].pop("limited", None)) is not None:
             self.key_limits.release(key)
+
+
+def _has_route(scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
 
 
 class ParsedBodyRoute(APIRoute):

@@ -225,6 +225,9 @@ def test_only_json_is_read(client: httpx.Client) -> None:
 
 def test_unknown_routes_and_methods(client: httpx.Client) -> None:
     assert "/nothing" in refused(client.get("/nothing"), 404)
+    form = {"files": {"file": b"RIFF"}, "data": {"model": "whisper-1"}}
+    assert "/v1/audio/transcriptions" in refused(client.post("/v1/audio/transcriptions", **form), 404)
+    assert "no embeddings" in refused(client.post("/v1/embeddings", content=b"text", headers={"content-type": "text/plain"}), 400)
     response = client.get("/v1/completions")
     assert "POST" in refused(response, 405)
     assert response.headers["allow"] == "POST"
