@@ -10,6 +10,8 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,14 @@ signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # a shell that starts us in the background has it ignored, here and in our children
 
+
+_COMPILE = """
+import sys
+from ngramspec.backends.cpu import tiny_pass
+from ngramspec.datastore.cache_dir import cache_dir
+tiny_pass.compile_other_models(sys.argv[1], cache_dir() / "code")
+"""
+_compilers: list[subprocess.Popen[bytes]] = []
 
 gc.disable()  # until the tests begin: a quarter of the time that imports take
 
@@ -49,6 +59,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("cuda"):  # a folder of that name is a keyword, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile what only some models call beside the processes that run tests, which would all wait for the one that comes to it first."""
+    from xdist import is_xdist_controller
+
+    if is_xdist_controller(session) and not session.config.option.collectonly:
+        _compilers.extend(subprocess.Popen([sys.executable, "-c", _COMPILE, kv_dtype]) for kv_dtype in ("float32", "float16"))
+
+
+def pytest_sessionfinish() -> None:
+    while _compilers:
+        with _compilers.pop() as compiler:
+            compiler.terminate()
 
 
 @pytest.hookimpl(tryfirst=True)
