@@ -31,6 +31,7 @@ signal.signal(
 )  # a shell that starts us in the background has it ignored, here and in our children
 
 
+PASSES = Path(__file__).parent / "backends"
 _COMPILE = """
 import sys
 from ngramspec.backends.cpu import tiny_pass
@@ -87,6 +88,27 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if not background_compiler.is_compiled():
         with contextlib.suppress(OSError):  # what cannot be kept is compiled where it is called
             background_compiler.compile_all(print)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def thread_count(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let passes compute with one thread where a test asks for no more: with a tiny model, each further one is awake only to wait.
+
+    Tests of passes themselves keep all threads.
+    """
+    if request.path.is_relative_to(PASSES):
+        yield
+        return
+    import numba
+
+    from ngramspec.engine import assembly
+
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "count_cores", lambda: 1)
+        yield
+    numba.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,13 @@ true continuation and spoils it at random places, so that every acceptance lengt
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import tiny
@@ -31,6 +33,7 @@ from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative.drafter import Candidates
 
 pytestmark = pytest.mark.slow
+THREADS = min(2, os.cpu_count() or 1)
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, top_k=40, top_p=0.95, seed=11, ignore_eos=True)
 PENALISED = SamplingParams(
@@ -110,11 +113,12 @@ def prompts(n: int, seed: int = 3) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine, Oracle]]:
-    """An engine with a roomy pool and no speculation, and one with the oracle, odd chunks and a pool so tight that it preempts."""
+    """An engine with one thread, a roomy pool and no speculation; one with two, the oracle, odd chunks, a pool that it preempts in."""
     oracle = Oracle()
-    plain = Engine(tiny.tiny_model(request.param), max_seqs=8, speculation=False, max_model_len=150, prefix_cache=False)
+    plain = Engine(tiny.tiny_model(request.param), threads=1, max_seqs=8, speculation=False, max_model_len=150, prefix_cache=False)
     tight = Engine(
         tiny.tiny_model(request.param),
+        threads=THREADS,
         max_seqs=8,
         max_rows=23,
         drafters=[oracle],
@@ -173,11 +177,19 @@ def bind(arch: str) -> CpuRunner:
     return CpuRunner(tiny.tiny_model(arch), CpuOptions(max_len=200, max_seqs=3, max_rows=64, kv_bytes=1 << 22, code=cache_dir() / "code"))
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    numba.set_num_threads(min(THREADS, numba.config.NUMBA_NUM_THREADS))
+    yield
+    numba.set_num_threads(1)
+
+
 @pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
 def runner(request: pytest.FixtureRequest) -> CpuRunner:
     return bind(request.param)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_logits_bitwise_tree_chain_chunks(runner: CpuRunner) -> None:
     """A tree's logits, a prompt in ragged chunks, and batch mates, against one token at a time: every bit."""
     rng = np.random.default_rng(1)
