@@ -78,7 +78,8 @@ def read_repository(package: str, tokenizer: Any, folder: Path, limit: int, long
     if found is None or not found.submodule_search_locations:
         raise ValueError(f"there is no installed package {package!r}")
     root = Path(found.submodule_search_locations[0])
-    files = [path.relative_to(root) for path in sorted(root.rglob("*.py")) if "tests" not in path.parts and path.name != "__init__.py"]
+    modules = [path.relative_to(root) for path in sorted(root.rglob("*.py")) if path.name != "__init__.py"]
+    files = [path for path in modules if "tests" not in path.parts]
     held_out = files[::HELD_OUT]
     options = CorpusOptions(languages=("python",), exclude=("tests", *(f"/{path.as_posix()}" for path in held_out)))
     build([root], folder, tokenizer.backend_tokenizer, "report", options=options, router=True)
