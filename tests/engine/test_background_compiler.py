@@ -190,7 +190,7 @@ def test_texts_are_the_same_when_speculation_joins(path: Path, temperature: floa
 def test_a_request_that_changes_or_draws_waits_for_sampling(path: Path, options: dict[str, Any], waits: bool) -> None:
     with Engine(str(path)) as engine:
         engine.core.is_compiling_drafts = engine.core.is_compiling_sampling = True
-        request = engine.submit([1, 2, 3], SamplingParams(max_tokens=4, **options))
+        request = engine.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True, **options))
         assert len(engine.complete([1, 2, 3], SamplingParams(max_tokens=4)).token_ids) == 4, "others go on"
         assert request.done is not waits
         assert engine.status().waiting == waits

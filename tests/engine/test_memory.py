@@ -129,10 +129,10 @@ def test_moving_weights_takes_a_tenth_of_the_time_of_steps(engine: Engine, monke
     while len(idle) <= 3 and time.monotonic() < deadline:  # nothing else is to do then
         time.sleep(0.01)
     busy.clear()
-    before = time.perf_counter()
-    for _ in range(8):
+    before, taken = time.perf_counter(), 0.0
+    while taken < 0.5:  # some moves
         engine.complete([3, 4, 5], SamplingParams(max_tokens=100, ignore_eos=True), prefix_cache=False)
-    taken = time.perf_counter() - before
+        taken = time.perf_counter() - before
     assert len(idle) > 3
     assert busy, "a busy engine moves some, too"
     assert sum(busy) < 0.2 * taken
