@@ -64,11 +64,10 @@ def _emit_block_products(
     prefetch_next(e, fmt, panel, i)
     codes = cache(e.make_code_reader(fmt, b.add(panel.codes, b.mul(i, LONG(fmt.code_bytes)))))
     x_at = [b.add(x, b.mul(i, LONG(DEPTH))) for x in xs]
+    if scale is not None:
+        return [[total] for total in e.emit_scaled_products(codes, x_at, fmt.bits, scale, [total for (total,) in starts])]
     at_once = AT_ONCE if e.target.dot == "vnni512" else len(xs)
     groups = (slice(r, r + at_once) for r in range(0, len(xs), at_once))
-    if scale is not None:
-        totals = (e.emit_scaled_products(codes, x_at[rows], fmt.bits, scale, [total for (total,) in starts[rows]]) for rows in groups)
-        return [[total] for some in totals for total in some]
     return [sums for rows in groups for sums in e.emit_products(codes, x_at[rows], fmt.bits, starts[rows])]
 
 
