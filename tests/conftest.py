@@ -111,6 +111,17 @@ def thread_count(request: pytest.FixtureRequest) -> Iterator[None]:
     numba.set_num_threads(before)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let passes in this thread compute with two threads, where the machine has as many."""
+    import numba
+
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+    yield
+    numba.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., PreTrainedModel]:
     """`tiny_model(arch, seed=0, **config)`: see tiny.ARCHITECTURES for the families."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import tiny
@@ -175,13 +174,6 @@ def test_same_tokens_whatever_happens(pair: tuple[Engine, Engine, Oracle], param
 
 def bind(arch: str) -> CpuRunner:
     return CpuRunner(tiny.tiny_model(arch), CpuOptions(max_len=200, max_seqs=3, max_rows=64, kv_bytes=1 << 22, code=cache_dir() / "code"))
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    numba.set_num_threads(min(THREADS, numba.config.NUMBA_NUM_THREADS))
-    yield
-    numba.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=tiny.ARCHITECTURES)

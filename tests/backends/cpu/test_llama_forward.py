@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import rank_rows
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 LLAMA_KIND = ("llama", "mistral", "qwen2", "qwen3")
 COMPILED = (*LLAMA_KIND, "gemma2", "gemma3", "phi3", "starcoder2")
 TOKENS = (np.arange(60) * 37 % 290).astype(np.int32)
@@ -77,14 +78,6 @@ def expected(files: Callable[[str, str], Path]) -> Callable[..., Any]:
             return model(torch.from_numpy(TOKENS).long()[None], use_cache=False, output_hidden_states=True)
 
     return outputs
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
-    yield
-    numba.set_num_threads(before)
 
 
 def logits_of(runner: LlamaRunner, cuts: tuple[int, ...] = (0, 25, 60), slot: int = 0) -> torch.Tensor:
