@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 Handle = Callable[[dict], dict]  # answers a request
 Opened = tuple[str, Handle]  # the peer's version, and what answers
@@ -243,7 +244,7 @@ def open_ours(name: str, **settings: object) -> Opened:
     streams = {}
 
     def count_kv_bytes() -> int:
-        pool = engine.runner.pool
+        pool: Any = engine.runner.pool
         used = int(np.count_nonzero([block.any() for block in pool.values[0]]))
         return sum(layer[0].nbytes for layer in (*pool.keys, *pool.values)) * used
 

@@ -136,6 +136,8 @@ def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.
 class DatastoreMix(torch.nn.Module):
     """The mix as `tree_builder.score_candidates` computes it, with a datastore."""
 
+    held: torch.Tensor
+
     def __init__(self, weights: tree_builder.Weights) -> None:
         super().__init__()
         n = features.EXTERNAL

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import describe_machine, encode_chat, get_candidates, pick_evenly, print_document, say
+from benchmarks.common import describe_machine, encode_chat, get_candidates, pick_evenly, print_document, print_progress
 from ngramspec import Engine, SamplingParams
 from ngramspec.prompts.fim import Fim
 from ngramspec.speculative.features import KEPT
@@ -62,7 +62,7 @@ def record(engine: Engine, rows: list[dict[str, Any]], params: SamplingParams, o
                 file.write(json.dumps({**row, "output_ids": completion.token_ids, **get_candidates(completion)}) + "\n")
                 n_tokens += len(completion.token_ids)
             file.flush()
-            say(f"{out.stem}: {i + len(batch)}/{len(rows)} prompts, {n_tokens} tokens")
+            print_progress(f"{out.stem}: {i + len(batch)}/{len(rows)} prompts, {n_tokens} tokens")
     return n_tokens
 
 

@@ -106,7 +106,7 @@ def iterate_heads(source: str) -> Iterator[tuple[int, str]]:
     imports = "".join("".join(lines[n.lineno - 1 : n.end_lineno]) for n in body if isinstance(n, ast.Import | ast.ImportFrom))
     for function in body:
         if isinstance(function, ast.FunctionDef) and ast.get_docstring(function) and len(function.body) > 1:
-            first = min(n.lineno for n in (function, *function.decorator_list))
+            first = min([function.lineno, *(line.lineno for line in function.decorator_list)])
             yield function.lineno, f"{imports}\n\n" + "".join(lines[first - 1 : function.body[0].end_lineno])
 
 
