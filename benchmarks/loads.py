@@ -42,7 +42,7 @@ from unittest import mock
 from benchmarks import common, decode
 from benchmarks.common import Prompt, print_progress
 from benchmarks.in_turns import InTurns
-from benchmarks.our_engine import describe_engine
+from benchmarks.our_engine import describe_engine, make_fresh_drafts
 from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.backends.base import Output
 from ngramspec.engine.native_steps import NativeResult
@@ -50,8 +50,6 @@ from ngramspec.outputs import Completion
 from ngramspec.sampling.batch import Batch
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import StepTimer
-from ngramspec.speculative.drafter import DraftOptions
-from ngramspec.speculative.proposer import TreeProposer
 
 # Fewest nodes of a source for its probabilities to be compared.
 LEAST_NODES = 200
@@ -291,7 +289,7 @@ def occupy_cores() -> Iterator[None]:
 def learn_cost(contender: LoadedEngine, prompts: list[Prompt]) -> None:
     """Let `SETTLED` passes with drafts teach it what they take."""
     engine = contender.engine
-    engine.use(speculator=TreeProposer(DraftOptions(vocab_size=engine.vocab_size)))
+    engine.use(speculator=make_fresh_drafts(engine, 64))
     before = engine.core.n_passes
     for prompt in prompts:
         if engine.core.n_passes - before >= SETTLED:
@@ -315,7 +313,7 @@ def measure_cell(contenders: list[LoadedEngine], what: Cell, temperature: float,
     for n in range(rounds):
         for each in contenders:
             engine = each.engine
-            speculator = TreeProposer(DraftOptions(vocab_size=engine.vocab_size, max_seqs=max_seqs(args)))
+            speculator = make_fresh_drafts(engine, max_seqs(args))
             if each.name == "store":
                 speculator.use_datastores(engine.datastores, [])
             engine.use(speculator=speculator)

@@ -137,6 +137,11 @@ def make_chain(text, length):
     return text[n:]
 
 
+def make_fresh_drafts(engine: Engine, max_seqs: int) -> TreeProposer:
+    """Return drafts for an engine that have learned nothing from earlier requests."""
+    return TreeProposer(DraftOptions(vocab_size=engine.vocab_size, max_seqs=max_seqs), syntax=engine.syntax)
+
+
 class FixedLength(TreeProposer):
     """Drafts as the engine's peers make them: a chain of as many tokens as asked for, wherever the text itself knows how to go on."""
 

@@ -47,13 +47,18 @@ from benchmarks.replayed import (
 from ngramspec.datastore import Datastore
 from ngramspec.models.loader import load_tokenizer
 from ngramspec.speculative.proposer import warmup
+from ngramspec.speculative.syntax import SyntaxTable, open_syntax
 
 REST_ROWS = (4, 8, 16, 24, 32, 48, 64)
 MAX_OUT = 512  # tokens of an output that are followed, if nothing else is said
 
 
 def make_drafters(
-    stops: tuple[int, ...], predicted: bool = False, stores: Sequence[Datastore] = (), vocab_size: int = 0
+    stops: tuple[int, ...],
+    predicted: bool = False,
+    stores: Sequence[Datastore] = (),
+    vocab_size: int = 0,
+    syntax: SyntaxTable | None = None,
 ) -> dict[str, Callable[[], Replayed]]:
     """Return what makes our drafters, each for both costs, and the tables alone."""
     variants: dict[str, dict[str, Any]] = {}
@@ -64,7 +69,9 @@ def make_drafters(
     variants |= {"": {}, "+answers": {"answers": True}, "+recycled": {"answers": True, "vocab_size": vocab_size}}
 
     def make_replayed(slope: float, predicted: bool = False, **options: Any) -> Replayed:
-        return ReplayedProposer(make_proposer(**options), 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1), stops, predicted=predicted)
+        return ReplayedProposer(
+            make_proposer(syntax=syntax, **options), 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1), stops, predicted=predicted
+        )
 
     ours = {f"ngramspec{name}-{cost}": partial(make_replayed, SLOPES[cost], **more) for name, more in variants.items() for cost in SLOPES}
     return {**ours, "ngram-chain": Chain}
@@ -124,7 +131,8 @@ def measure(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
     warmup()
     predicted = args.prediction_from is not None
     stores = [Datastore.open(path) for path in args.datastore]
-    chosen, absent = make_drafters(stops, predicted, stores, len(tokenizer)), dict[str, str]()
+    syntax = open_syntax(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
+    chosen, absent = make_drafters(stops, predicted, stores, len(tokenizer), syntax), dict[str, str]()
     sets: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         if args.peers:

@@ -23,6 +23,7 @@ from ngramspec.sampling.sampler import Sampler
 from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 from ngramspec.speculative.drafter import DraftOptions, DraftParams, PassTopK, SequenceInfo
 from ngramspec.speculative.proposer import TreeProposer
+from ngramspec.speculative.syntax import SyntaxTable
 
 MAX_ROWS = 64  # of a draft
 FIGURES = ("tokens_per_pass", "rows_per_pass", "us_per_pass", "speed_flat", "speed_steep")
@@ -95,7 +96,13 @@ class ReplayedProposer(Replayed):
 
 
 def make_proposer(
-    *, answers: bool = False, stores: Sequence[Datastore] = (), similar: bool = True, vocab_size: int = 0, **more: Any
+    *,
+    answers: bool = False,
+    stores: Sequence[Datastore] = (),
+    similar: bool = True,
+    vocab_size: int = 0,
+    syntax: SyntaxTable | None = None,
+    **more: Any,
 ) -> TreeProposer:
     """Return the merged drafter with these sources. `vocab_size` above 0: with the model's own candidates, where the traces have them."""
     stored = DatastoreDrafter({str(store.path): store for store in stores}, 1, similar=similar) if stores else None
@@ -111,6 +118,7 @@ def make_proposer(
             **more,
         ),
         datastore=stored,
+        syntax=syntax,
     )
 
 

@@ -31,13 +31,11 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import common
 from benchmarks.common import print_progress
 from benchmarks.decode import find_median_ratio, find_rate
-from benchmarks.our_engine import OurEngine, add_stats, describe_engine
+from benchmarks.our_engine import OurEngine, add_stats, describe_engine, make_fresh_drafts
 from benchmarks.peers import TimedRun
 from ngramspec import Engine, Grammar, SamplingParams
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.sampling.sampler import apply_mask
-from ngramspec.speculative.drafter import DraftOptions
-from ngramspec.speculative.proposer import TreeProposer
 from ngramspec.tokenizer.encode import Encoding
 
 # Most characters, most members, greatest number.
@@ -136,7 +134,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         engine.compile_grammar(each.grammar)  # once for each form of answer, not for each request
 
     def make_contender(speculation: bool, forced: bool) -> OurEngine:
-        drafts = TreeProposer(DraftOptions(vocab_size=engine.vocab_size, max_seqs=64))  # nothing that one has learned helps another
+        drafts = make_fresh_drafts(engine, 64)  # nothing that one has learned helps another
         return OurEngine(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, drafts_forced_tokens=forced)
 
     contenders = {"off": make_contender(False, False), "without": make_contender(True, False), "on": make_contender(True, True)}

@@ -166,6 +166,14 @@ class EngineConfig:
         only=_DECODING,
         off="Do not draft the model's own next-best tokens of earlier passes.",
     )
+    syntax: bool = option(
+        True,
+        Flag(),
+        "Draft what usually follows in source code, by the table of syntax that the package ships.",
+        panel=_SPECULATION,
+        only=_DECODING,
+        off="Do not draft by the table of syntax.",
+    )
     mtp: bool = option(
         True,
         Flag(),

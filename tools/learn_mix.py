@@ -15,7 +15,7 @@ No model and no benchmark data: files of the folders given are turned into promp
 Every output position, and the end of the output, gives one sample per candidate: the states of all groups of evidence and whether the
 candidate was right. State values and mixing factors are fitted together, by the log loss. Only those numbers are written.
 
-What a datastore says is left untaught: `tools.learn_store` adds it to the file, and has to follow.
+What a datastore says is left untaught: `tools.learn_store` adds it to the file, and has to follow. `tools.learn_syntax` does so last.
 
 Traces come in sessions of one kind from neighbouring files: each knows the answers of those before it. Half of the edits have the text
 that was edited as their predicted output. `--recorded` adds outputs of a real model with its own candidates, which no plain text has.
@@ -39,7 +39,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ from ngramspec.speculative import features, ngram_table, proposer, tree_builder
 from ngramspec.speculative.drafter import DraftOptions, DraftParams
 from ngramspec.speculative.feature_weights import make_cold_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
+from ngramspec.speculative.recycled import record_topk
+from ngramspec.speculative.syntax import SyntaxTable, open_syntax
 
 KINDS = ("body", "function", "resume", "edit", "prose", "revise", "chat", "dialogue", "noise", "recorded")
 SESSION = 20  # traces of a session
@@ -251,7 +253,7 @@ def _sample(draft_state, external, n_drafters, history, output, likely, ends, sa
         if len(top):
             last = seq.tokens[(state[ngram_table.LENGTH] - 1) & (len(seq.tokens) - 1)]
             before = seq.tokens[(state[ngram_table.LENGTH] - 2) & (len(seq.tokens) - 1)]
-            features.record_topk(arrays.recycled, np.int64(before), np.int64(last), top[i], logits[i])
+            record_topk(arrays.recycled, np.int64(before), np.int64(last), top[i], logits[i])
         copied = tree_builder.follow_copy(state, seq, cursor[0], cursor[1], cursor[2], truth)
         state[ngram_table.COPY_AT], state[ngram_table.COPY_MATCHED], state[ngram_table.COPY_MISSES] = copied
         ahead = tree_builder.follow_prediction(state, cursor[3], cursor[4], cursor[5], truth)
@@ -275,10 +277,10 @@ def follow(tables: proposer.TreeProposer, t: Made, ends: int, position: int, ext
     return Samples(*(a[:n] for a in samples))
 
 
-def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
+def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, syntax: SyntaxTable) -> Samples:
     """Return the samples of all traces. `weights` only say which candidate counts as the predicted one."""
     parts = []
-    tables = proposer.TreeProposer(DraftOptions(vocab_size=vocab_size, max_seqs=1), weights=weights)
+    tables = proposer.TreeProposer(DraftOptions(vocab_size=len(syntax.classes), max_seqs=1), syntax=syntax, weights=weights)
     position = 0
     for t in traces:
         tables.begin(0, t.prompt, DraftParams(prediction=t.prediction, tenant=str(t.session)))
@@ -291,13 +293,21 @@ def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, voc
 
 
 class Mix(torch.nn.Module):
-    """The mix as `tree_builder.score_candidates` computes it."""
+    """The mix as `tree_builder.score_candidates` computes it, learned anew, or of one group only beside these weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: tree_builder.Weights | None = None, group: int = 0) -> None:
         super().__init__()
-        self.states = torch.nn.Parameter(torch.zeros(features.EXTERNAL, features.STATES))
-        self.mix = torch.nn.Parameter(torch.full((features.SETS, features.EXTERNAL), 0.3))
-        self.bias = torch.nn.Parameter(torch.zeros(features.SETS))
+        n = features.EXTERNAL
+        states, mix, bias = torch.zeros(n, features.STATES), torch.full((features.SETS, n), 0.3), torch.zeros(features.SETS)
+        if weights is not None:
+            states, mix = torch.from_numpy(weights.states[:n].copy()), torch.from_numpy(weights.mix[:, :n].copy())
+            bias = torch.from_numpy(weights.mix[:, features.BIAS].copy())
+        self.states, self.mix = torch.nn.Parameter(states), torch.nn.Parameter(mix)
+        self.bias = torch.nn.Parameter(bias, requires_grad=weights is None)
+        if weights is not None:
+            learns = torch.arange(n) == group
+            self.states.register_hook(lambda gradient: gradient * learns[:, None])
+            self.mix.register_hook(lambda gradient: gradient * learns)
 
     def forward(self, state: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
         z = self.states[torch.arange(features.EXTERNAL), state] * (state > 0)
@@ -312,11 +322,12 @@ def make_batch(samples: Samples, rows: Any) -> tuple[torch.Tensor, torch.Tensor,
     )
 
 
-def fit(samples: Samples, epochs: int, size: int = 16384, rate: float = 0.03) -> Mix:
-    """Fit by Adam with a rate that falls to zero."""
-    model, n = Mix(), len(samples.set)
+def fit(model: Mix, samples: Samples, epochs: int, size: int = 16384, rates: tuple[float, float] = (0.03, 0.03)) -> Mix:
+    """Fit by Adam with rates, of states and mix, that fall to zero."""
+    n = len(samples.set)
     steps = max(epochs * (n // size), 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    groups = [{"params": [model.states], "lr": rates[0]}, {"params": [model.mix, model.bias], "lr": rates[1]}]
+    optimizer = torch.optim.Adam(groups)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.001, steps)
     step = 0
     while step < steps:
@@ -447,8 +458,8 @@ def main() -> None:
     from ngramspec.models.loader import load_tokenizer
 
     torch.manual_seed(args.seed)
-    tokenizer: Any = load_tokenizer(args.tokenizer)
-    rng = random.Random(args.seed)
+    tokenizer, rng = cast("Any", load_tokenizer(args.tokenizer)), random.Random(args.seed)
+    syntax = open_syntax(tokenizer.backend_tokenizer, len(tokenizer))
     code = read_sources(args.corpus, (".py",))
     prose = read_sources(args.corpus, (".txt", ".rst", ".md", "METADATA", "topics.py"), 2_000_000)
     prose += join_docstrings(rng.sample(code, min(len(code), 600)))
@@ -456,11 +467,11 @@ def main() -> None:
         parser.error(f"the corpus has {len(code)} usable Python files and {len(prose)} texts; 20 of each are the least")
     started = time.perf_counter()
     code_blocks, prose_blocks = (make_blocks(texts, rng) for texts in (code, prose))
-    c, p = max(len(code_blocks) // 10, 1), max(len(prose_blocks) // 10, 1)
+    c, p = (max(len(blocks) // 10, 1) for blocks in (code_blocks, prose_blocks))
     train = make_traces(code_blocks[c:], prose_blocks[p:], args.traces, args.seed, tokenizer, args.max_out)
     if args.write_prompts is not None:
-        rows = [json.dumps({"id": f"{t.kind}-{i}", "prompt_ids": t.prompt.tolist()}) for i, t in enumerate(train)]
-        args.write_prompts.write_text("\n".join(rows) + "\n")
+        rows = [json.dumps({"id": f"{t.kind}-{i}", "prompt_ids": t.prompt.tolist()}) + "\n" for i, t in enumerate(train)]
+        args.write_prompts.write_text("".join(rows))
         return
     held_out = make_traces(
         code_blocks[:c], prose_blocks[:p], max(args.traces // 12, SESSION * len(KINDS)), args.seed + 1, tokenizer, args.max_out
@@ -471,19 +482,18 @@ def main() -> None:
     kinds = np.concatenate([np.full(len(t.output) + 1, KINDS.index(t.kind)) for t in held_out])
     n_out, spent = sum(len(t.output) for t in train), time.perf_counter() - started
     print(f"{len(code)} Python files, {len(prose)} texts -> {n_out} output tokens, {spent:.0f} s", flush=True)
-    weights = make_cold_weights()
-    losses_by_turn: list[dict[str, float]] = []
+    weights, losses_by_turn = make_cold_weights(), list[dict[str, float]]()
     for turn in range(2):  # which tokens counted as predicted is itself evidence: the second turn sees it as the learned mix says
         seen = train if turn else [t for t in train if t.session % 2 == 0]
-        model = fit(collect(seen, weights, args.max_out, len(tokenizer)), args.epochs if turn else 1)
+        model = fit(Mix(), collect(seen, weights, args.max_out, syntax), args.epochs if turn else 1)
         weights = to_weights(model)
-        losses_by_turn.append(compute_losses(model, collect(held_out, weights, args.max_out, len(tokenizer)), kinds))
+        losses_by_turn.append(compute_losses(model, collect(held_out, weights, args.max_out, syntax), kinds))
         print(f"turn {turn}: mean loss {np.mean(list(losses_by_turn[-1].values())):.4f}, {time.perf_counter() - started:.0f} s", flush=True)
     save_weights(args.out, weights)
     print_table(["kind", "loss"], [[kind, loss] for kind, loss in losses_by_turn[-1].items()])
     settings = {"traces": args.traces, "epochs": args.epochs, "max_out": args.max_out, "seed": args.seed, "tokenizer": args.tokenizer}
-    document = {"benchmark": "learn_mix", "loss": losses_by_turn[-1], "settings": settings}
-    print_document({**document, **describe_machine("cpu", torch.get_num_threads())})
+    found = {"loss": losses_by_turn[-1], "settings": settings}
+    print_document({"benchmark": "learn_mix", **found, **describe_machine("cpu", torch.get_num_threads())})
 
 
 if __name__ == "__main__":

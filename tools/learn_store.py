@@ -42,6 +42,7 @@ from ngramspec.speculative.datastore_drafter import DatastoreDrafter
 from ngramspec.speculative.drafter import DraftOptions, DraftParams
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, save_weights
 from ngramspec.speculative.features import ExternalTrees
+from ngramspec.speculative.syntax import SyntaxTable, open_syntax
 from tools import learn_mix
 from tools.learn_mix import KINDS, SESSION, Made, Samples
 
@@ -114,10 +115,10 @@ def trees_of(drafter: DatastoreDrafter, trace: Made) -> ExternalTrees:
     return ExternalTrees(drafts.start, drafts.tokens, drafts.parents, drafts.codes)
 
 
-def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.Weights, max_out: int, vocab_size: int) -> Samples:
+def collect(traces: list[Made], stores: dict[int, Store], weights: tree_builder.Weights, max_out: int, syntax: SyntaxTable) -> Samples:
     """Return the samples of all positions with a match in a datastore."""
     parts = []
-    tables = proposer.TreeProposer(DraftOptions(vocab_size=vocab_size, max_seqs=1), weights=weights)
+    tables = proposer.TreeProposer(DraftOptions(vocab_size=len(syntax.classes), max_seqs=1), syntax=syntax, weights=weights)
     position = 0
     for t in traces:
         tenant = str(t.session) if t.session % 2 else None
@@ -224,6 +225,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     tokenizer: Any = load_tokenizer(args.tokenizer)
+    syntax = open_syntax(tokenizer.backend_tokenizer, len(tokenizer))
     rng = random.Random(args.seed)
     code = learn_mix.read_sources(args.corpus, (".py",))
     prose = learn_mix.read_sources(args.corpus, (".txt", ".rst", ".md", "METADATA"), 2_000_000)
@@ -248,7 +250,7 @@ def main() -> None:
             stores = stores_of(near, foreign, args.tokenizer, Path(folder) / str(i), args.seed + i)
             print(f"{len(traces)} traces, {len(stores)} stores, {time.perf_counter() - started:.0f} s", flush=True)
             groups = np.concatenate([np.full(len(t.output) + 1, f"{stores[t.session].kind} {t.kind}") for t in traces])
-            sets.append((traces, collect(traces, stores, weights, args.max_out, len(tokenizer)), groups))
+            sets.append((traces, collect(traces, stores, weights, args.max_out, syntax), groups))
             print(f"{len(sets[-1][1].set)} samples, {time.perf_counter() - started:.0f} s", flush=True)
     before = compute_losses(weights, sets[1][1], sets[1][2])
     weights = to_weights(fit(sets[0][1], weights, args.epochs), weights)

@@ -106,19 +106,20 @@ class Bench:
         """Return all drafters together, with and without the category's datastore, and each alone."""
         store, V = category.store, self.engine.vocab_size
 
-        def make_merged(*, stored: bool = True, **options: Any) -> TreeProposer:
+        def make_merged(*, stored: bool = True, use_syntax: bool = True, **options: Any) -> TreeProposer:
             similar = DatastoreDrafter({"store": store}, MAX_SEQS) if store is not None and stored else None
             if similar is not None:
                 similar.wait_until_loaded()
-            return TreeProposer(DraftOptions(vocab_size=V, max_seqs=MAX_SEQS, **options), datastore=similar)
+            syntax = self.engine.syntax if use_syntax else None
+            return TreeProposer(DraftOptions(vocab_size=V, max_seqs=MAX_SEQS, **options), datastore=similar, syntax=syntax)
 
         found: dict[str, Make] = {
             MERGED: make_merged,
-            TABLES: partial(make_merged, stored=False, answers=0, recycle=False),
+            TABLES: partial(make_merged, stored=False, use_syntax=False, answers=0, recycle=False),
             LOOKUP: partial(FixedLength, LOOKED_UP, vocab_size=V, max_seqs=MAX_SEQS),
         }
         if store is not None:
-            found[STORE] = partial(make_merged, use_ngram=False, answers=0, recycle=False)
+            found[STORE] = partial(make_merged, use_ngram=False, use_syntax=False, answers=0, recycle=False)
             found[NO_STORE] = partial(make_merged, stored=False)
         return found | {name: lambda make=make: self._make_single(make()) for name, make in self.drafters.items()}  # type: ignore[misc]
 

@@ -42,6 +42,7 @@ from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.drafter import Drafter, DraftOptions, Speculator
 from ngramspec.speculative.features import MAX_DRAFTERS
 from ngramspec.speculative.single import SingleDrafter
+from ngramspec.speculative.syntax import SyntaxTable, open_syntax
 from ngramspec.speculative.trained.head_drafter import HeadDrafter
 from ngramspec.tokenizer.encode import Encoding
 
@@ -86,6 +87,8 @@ class BoundModel:
     runner: Runner
     cost: CostModel
     encoding: Encoding
+    syntax: SyntaxTable | None
+    """The syntax table in the model's tokens, if it is drafted from."""
     save_start_record: Callable[[], None]
     """Writes what this start has learned of the cost of passes to the start cache, for later starts."""
     code: background_compiler.BackgroundCompiler | None = None
@@ -237,9 +240,12 @@ def _bind(start: _Start, needs_modules: bool) -> BoundModel:
     if code is not None:
         code.go_on()
     log.info("%s: exactness %s, %d tokens of KV", about.name, runner.exactness, runner.pool.n_positions)
-    encoding = Encoding(about.tokenizer, runner.vocab_size)
+    encoding, syntax = Encoding(about.tokenizer, runner.vocab_size), None
+    if config.speculation and config.syntax:
+        cache = kept.path.with_suffix(".syntax") if kept and start.tokenizer is None else None
+        syntax = open_syntax(getattr(about.tokenizer, "backend_tokenizer", None), runner.vocab_size, cache)
     return BoundModel(
-        about.name, about.architecture, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding,
+        about.name, about.architecture, about.tokenizer, about.eos_token_ids, runner.max_model_len, runner, cost, encoding, syntax,
         save_start_record, code,
     )  # fmt: skip
 
@@ -404,18 +410,17 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     return PrefixStore(folder, pool)
 
 
-def make_speculator(
-    config: EngineConfig, runner: Runner, cost: CostModel, drafters: Sequence[Drafter], alone: Drafter | None
-) -> Speculator:
+def make_speculator(config: EngineConfig, bound: BoundModel, drafters: Sequence[Drafter], alone: Drafter | None) -> Speculator:
     """Make what an engine with these settings drafts with."""
     if not config.speculation:
         return Speculator()
+    runner = bound.runner
     vocab_size, spec_rows = runner.vocab_size, min(config.spec_rows, runner.max_nodes)
     if alone is not None:
         draws = config.acceptance == "rejection"
         return SingleDrafter(alone, vocab_size=vocab_size, spec_length=config.spec_length, spec_rows=spec_rows, draws=draws)
     if runner.head is not None and len(drafters) < MAX_DRAFTERS - 1:
-        drafters = [*drafters, HeadDrafter(runner.head, float(cost.table[1]))]
+        drafters = [*drafters, HeadDrafter(runner.head, float(bound.cost.table[1]))]
     return proposer.TreeProposer(
         DraftOptions(
             vocab_size=vocab_size,
@@ -429,6 +434,7 @@ def make_speculator(
             similar=config.similar,
         ),
         drafters=drafters,
+        syntax=bound.syntax,
     )
 
 

@@ -119,7 +119,7 @@ class Engine(GenerationMethods):
                     check_store(store, encoding, name)
 
             bound = assembly.bind(model, tokenizer, config, device, report, bool(drafters or alone), end_with_caller, check_stores)
-            drafts = assembly.make_speculator(config, bound.runner, bound.cost, drafters, alone)
+            drafts = assembly.make_speculator(config, bound, drafters, alone)
             core = Core(bound.runner, drafts, bound.cost, thread.fail, make_acceptance(config.acceptance, config.lenience))
             if bound.code is not None:
                 core.is_compiling_drafts = core.is_compiling_sampling = True
@@ -132,7 +132,7 @@ class Engine(GenerationMethods):
         self._thread = StepThread(load)  # returns when the model is loaded
         self.name, self.tokenizer, self.eos_token_ids = bound.name, bound.tokenizer, bound.eos_token_ids
         self.max_model_len, self.runner, self.cost, self._encoding = bound.max_model_len, bound.runner, bound.cost, bound.encoding
-        self.exactness, self.vocab_size = bound.runner.exactness, bound.runner.vocab_size
+        self.exactness, self.vocab_size, self.syntax = bound.runner.exactness, bound.runner.vocab_size, bound.syntax
         self._save_start_record, self._architecture = bound.save_start_record, bound.architecture
         self._grammars = Grammars(bound.encoding, bound.eos_token_ids)
         self._inputs = InputProcessor(bound.encoding, self._grammars, bound.eos_token_ids, self.max_model_len, self.prefix_cache)

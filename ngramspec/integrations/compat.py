@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from ngramspec.datastore.reader import Datastore
 from ngramspec.errors import HostVersionError, InvalidInputError
 from ngramspec.integrations.draft_session import warmup
 from ngramspec.speculative.open_datastores import Store, check_store, name_datastores, open_store
+from ngramspec.speculative.syntax import SyntaxTable, open_syntax
 from ngramspec.tokenizer.encode import Encoding, Prompt
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,12 @@ def open_stores(
         if (n := store.snapshot.manifest.vocab_size) > vocab_size:
             raise InvalidInputError(f"datastore {name!r} has token ids up to {n - 1}, and {model!r} knows those to {vocab_size - 1}")
     return stores
+
+
+def open_host_syntax(tokenizer: Any, vocab_size: int) -> SyntaxTable:
+    """Return the syntax table in the ids of the host's tokenizer (of transformers, or a `tokenizers.Tokenizer`), an empty one without."""
+    backend = getattr(_wrap_tokenizer(tokenizer), "backend_tokenizer", None)
+    return open_syntax(backend if isinstance(backend, Tokenizer) else None, vocab_size)
 
 
 def prediction_ids(prediction: Prompt | None, tokenizer: Any, vocab_size: int) -> np.ndarray | None:

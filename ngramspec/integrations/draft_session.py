@@ -22,6 +22,7 @@ from ngramspec.speculative.budget.cost_model import Load
 from ngramspec.speculative.draft_stats import CountedPass, DraftStats
 from ngramspec.speculative.drafter import NO_TREE, DraftOptions, DraftParams
 from ngramspec.speculative.proposer import TreeProposer, warmup
+from ngramspec.speculative.syntax import SyntaxTable
 
 __all__ = ["Guest", "warmup"]
 
@@ -70,10 +71,12 @@ class Guest:
         recycle: bool = False,
         steady: bool = False,
         slope: float = SLOPE,
+        syntax: SyntaxTable | None = None,
     ) -> None:
         """`stops` end a draft; `stores`: open datastores by name, made with the host's tokenizer; `answers`: tokens of finished answers
         that are remembered for each tenant; `recycle`: the host shows logits (`record_topk`); `steady`: no time is looked at, so that
-        sessions that are told the same draft the same; `slope`: what a row is believed to take at first, as a share of a step.
+        sessions that are told the same draft the same; `slope`: what a row is believed to take at first, as a share of a step;
+        `syntax`: the syntax table in the host's token ids.
 
         Raises InvalidInputError.
         """
@@ -91,7 +94,8 @@ class Guest:
         self._drafts = TreeProposer(
             DraftOptions(
                 vocab_size=self.vocab_size, max_seqs=max_seqs, spec_length=depth, spec_rows=depth, answers=answers, recycle=recycle
-            )
+            ),
+            syntax=syntax,
         )
         self._texts: dict[Hashable, _HostSequence] = {}
         self._free = list(range(max_seqs - 1, -1, -1))

@@ -21,7 +21,7 @@ import numpy as np
 
 from ngramspec.defaults import ANSWERS
 from ngramspec.errors import InvalidInputError, UnsupportedModelError
-from ngramspec.integrations.compat import check_version, compile_drafting, open_stores, prediction_ids
+from ngramspec.integrations.compat import check_version, compile_drafting, open_host_syntax, open_stores, prediction_ids
 from ngramspec.integrations.draft_session import Guest
 from ngramspec.outputs import Stats
 from ngramspec.speculative.open_datastores import Store
@@ -50,8 +50,8 @@ class Draft:
         """Prepare drafts of at most `depth` tokens.
 
         `datastore`: folders or open stores, made with `tokenizer`, which is the model's own from transformers or the `tokenizers` library
-        and is also needed for predictions that are text. `answers`: size of the output cache in tokens; `steady`: ignore timings;
-        `slope`: initial estimate of a row's time as a share of a step.
+        and is also needed for predictions that are text and for the syntax table. `answers`: size of the output cache in tokens; `steady`:
+        ignore timings; `slope`: initial estimate of a row's time as a share of a step.
 
         Raises HostVersionError. Other errors are raised at the first call, when the model is known.
         """
@@ -138,5 +138,8 @@ class Draft:
         vocab_size = llama.n_vocab()
         stores = open_stores(self._datastore, self._tokenizer, llama.model_path, vocab_size) if self._datastore else {}
         stop = llama.token_eos()
-        self._guest = Guest(vocab_size=vocab_size, max_seqs=1, stops=[stop] if stop >= 0 else [], stores=stores, **self._settings)
+        syntax = open_host_syntax(self._tokenizer, vocab_size)
+        self._guest = Guest(
+            vocab_size=vocab_size, max_seqs=1, stops=[stop] if stop >= 0 else [], stores=stores, syntax=syntax, **self._settings
+        )
         self._llama = weakref.ref(llama)

@@ -24,7 +24,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ngramspec.datastore.reader import Datastore
 from ngramspec.defaults import ANSWERS
 from ngramspec.errors import InvalidInputError, TokenizerError, UnsupportedModelError
-from ngramspec.integrations.compat import check_version, compile_drafting, open_stores, prediction_ids
+from ngramspec.integrations.compat import check_version, compile_drafting, open_host_syntax, open_stores, prediction_ids
 from ngramspec.integrations.draft_session import SLOPE, Guest
 from ngramspec.outputs import KEPT, Stats
 from ngramspec.speculative.open_datastores import Store
@@ -51,7 +51,7 @@ class Assistant:
         recycle: bool = True,
         steady: bool = False,
     ) -> None:
-        """`tokenizer`: of transformers, for predictions that are texts and for datastores; by default the one in the model's folder.
+        """`tokenizer`: of transformers, for predictions that are texts, datastores and the syntax table; by default the model folder's.
         `depth`: longest draft; `answers`: tokens of finished answers that are remembered; `recycle`: also draft from what the model itself
         held likely; `steady`: look at no time, so that every run drafts the same.
 
@@ -65,14 +65,20 @@ class Assistant:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._opened: dict[str, Datastore] = {}
+        vocab_size = model.config.get_text_config().vocab_size
+        try:
+            syntax = open_host_syntax(self.tokenizer, vocab_size)
+        except TokenizerError:  # needed for nothing else so far
+            syntax = None
         self.guest = Guest(
-            vocab_size=model.config.get_text_config().vocab_size,
+            vocab_size=vocab_size,
             max_seqs=_MAX_SEQS,
             depth=depth,
             answers=answers,
             recycle=recycle,
             steady=steady,
             slope=SLOPE if model.device.type == "cpu" else _DEVICE_SLOPE,
+            syntax=syntax,
         )
 
     @property

@@ -24,10 +24,11 @@ import numpy as np
 from ngramspec.datastore.errors import DatastoreError
 from ngramspec.defaults import ANSWERS
 from ngramspec.errors import InvalidInputError, NgramspecError, TokenizerError, UnsupportedModelError
-from ngramspec.integrations.compat import check_version, compile_drafting, open_stores, prediction_ids
+from ngramspec.integrations.compat import check_version, compile_drafting, open_host_syntax, open_stores, prediction_ids
 from ngramspec.integrations.draft_session import MAX_SEQS, SLOPE, Guest
 from ngramspec.integrations.vllm_logits import Likely, Watch
 from ngramspec.outputs import Stats
+from ngramspec.speculative.syntax import SyntaxTable
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Proposer:
             recycle=settings.get("recycle", not several),  # of several ranks, not all have the logits
             steady=settings.get("steady", several),
             slope=settings.get("slope", SLOPE if on_cpu else _DEVICE_SLOPE),
+            syntax=self._open_syntax(vocab_size),
         )
         self.failed = False
         self._runner: Any = None
@@ -118,6 +120,17 @@ class Proposer:
     def stats(self) -> Stats:
         """What drafts did in this worker."""
         return self.guest.stats
+
+    def _open_syntax(self, vocab_size: int) -> SyntaxTable | None:
+        """Return the syntax table in the model's ids; None without a tokenizer on disk, where vLLM has put it if it needs one itself."""
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = self._tokenizer or AutoTokenizer.from_pretrained(self.tokenizer_name, local_files_only=True)
+        except (OSError, ValueError) as error:
+            log.info("drafting without the syntax table: no tokenizer %s: %s", self.tokenizer_name, error)
+            return None
+        return open_host_syntax(self._tokenizer, vocab_size)
 
     @property
     def tokenizer(self) -> Any:

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from ngramspec.speculative import features, ngram_table
+from ngramspec.speculative.recycled import GAPS
+from ngramspec.speculative.syntax import LEVELS
 from ngramspec.speculative.tree_builder import Weights
 
 # The shipped weights, learned by tools/learn_mix.py and tools/learn_store.py.
@@ -26,11 +28,14 @@ def make_cold_weights() -> Weights:
     states[features.OUTPUT_CACHE : features.OUTPUT_CACHE + features.ORDERS + 1] = states[0]  # a context means the same there
     states[features.EXTERNAL :, 2:258] = np.log((np.arange(256) + 0.5) / (255.5 - np.arange(256)))
     for rank in range(features.KEPT):
-        for level in range(len(features.GAPS) + 1):
-            far = (*features.GAPS, 8.0)[level]
-            states[[features.RECYCLED, features.RECYCLED_PAIR], 2 + rank * (len(features.GAPS) + 1) + level] = (
-                far - 1 if rank == 0 else -1 - far
-            )
+        for level in range(len(GAPS) + 1):
+            far = (*GAPS, 8.0)[level]
+            states[[features.RECYCLED, features.RECYCLED_PAIR], 2 + rank * (len(GAPS) + 1) + level] = far - 1 if rank == 0 else -1 - far
+    listed, levels = features.SYNTAX_LISTED, np.array([*LEVELS, 1.0])
+    middle = (levels[:-1] + levels[1:]) / 2
+    for level in range(1, len(LEVELS) + 1):
+        states[features.SYNTAX, 1 + level] = np.log1p(-middle[level - 1]) - 1
+        states[features.SYNTAX, [listed + 2 * level - 1, listed + 2 * level]] = np.log(middle[level - 1] / (1 - middle[level - 1]))
     mix = np.full((features.SETS, features.GROUPS + 1), 0.25, np.float32)
     mix[:, features.BIAS] = 0.0
     mix[:, features.EXTERNAL : features.BIAS] = 0.5

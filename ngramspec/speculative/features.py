@@ -11,6 +11,7 @@ token by a small integer, its state (0: the group says nothing):
     OUTPUT_CACHE  as the orders and GAP, in the tables of the tenant's earlier outputs
     PREDICTED     as COPY, in the predicted output
     RECYCLED      rank and distance in the target's top-k after the latest token, when it last occurred; the same for the latest two tokens
+    SYNTAX        the level of its probability in the syntax table (`syntax`)
     EXTERNAL      one group per external drafter: its own code for its confidence
 
 `extract_features` collects the candidates below one node and writes their states. The node's *set* selects the mixing weights: by the
@@ -37,6 +38,8 @@ from ngramspec.speculative.ngram_table import (
     view_arrays,
     view_prediction,
 )
+from ngramspec.speculative.recycled import GAPS, pair_key, pair_row
+from ngramspec.speculative.syntax import FOLLOWERS, LEVELS, find_context, find_margin, get_follower
 
 DATASTORE = 0  # index of the external drafter whose weights are shipped
 MAX_DRAFTERS = 4  # external ones
@@ -49,7 +52,8 @@ OUTPUT_CACHE = GAP + 1  # the first of as many groups as ORDERS, and the gapped 
 PREDICTED = OUTPUT_CACHE + ORDERS + 1
 RECYCLED = PREDICTED + 1  # by the latest token
 RECYCLED_PAIR = RECYCLED + 1  # by the latest two
-EXTERNAL = RECYCLED_PAIR + 1  # the first external drafter's group
+SYNTAX = RECYCLED_PAIR + 1
+EXTERNAL = SYNTAX + 1  # the first external drafter's group
 GROUPS = EXTERNAL + MAX_DRAFTERS
 BIAS = GROUPS
 STATES = (2 << REACH) + 2 * REACH + 8
@@ -58,10 +62,9 @@ SETS = 3 * (ORDERS + 1) * HIT_RATE_CLASSES * 9
 MEMORY = 48  # outcomes that `hit_history` remembers
 _FULL = 1 << MEMORY
 MAX_CANDIDATES = 8  # per node; 12 measured no better (benchmarks/NOTES.md)
-# Nats: bounds of the levels of a recycled candidate's distance to the most likely one. What is further off is not kept.
-GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0)
-_GAPS = np.array(GAPS, np.float32)
 MAX_CODE = 255  # of an external drafter
+# Last state of SYNTAX for a token that the table does not list in a context; those before it are levels of the likeliest token there.
+SYNTAX_LISTED = 1 + len(LEVELS)
 
 
 class Nodes(NamedTuple):
@@ -94,16 +97,6 @@ class ExternalTrees(NamedTuple):
     codes: np.ndarray  # [N] int16, the drafter's confidence, in its own terms: 0 .. MAX_CODE
 
 
-class Recycled(NamedTuple):
-    """The target's top-k after a token (and after two), from the last time that it was computed. Empty arrays: not kept."""
-
-    tokens: np.ndarray  # [V, KEPT] int32, by the latest token; -1: none
-    gaps: np.ndarray  # [V, KEPT] uint8, level of the distance to the most likely one (of the first: to the second)
-    keys: np.ndarray  # [H] int64, H a power of two: the pair of tokens that holds the row; -1: none
-    pair_tokens: np.ndarray  # [H, KEPT] int32
-    pair_gaps: np.ndarray  # [H, KEPT] uint8
-
-
 class Scratch(NamedTuple):
     """Buffers for scoring one node, so that nothing is allocated there."""
 
@@ -115,6 +108,7 @@ class Scratch(NamedTuple):
     seen: np.ndarray  # [2 * (ORDERS + 1) * MAX_CANDIDATES] int64
     codes: np.ndarray  # [MAX_DRAFTERS, MAX_CANDIDATES] int64
     recycled: np.ndarray  # [2, MAX_CANDIDATES] int64
+    syntax: np.ndarray  # [MAX_CANDIDATES] int64
 
 
 def new_nodes(n: int) -> Nodes:
@@ -145,20 +139,12 @@ def new_scratch() -> Scratch:
     n = 2 * (ORDERS + 1)
     heads, totals, runs, visits = (np.zeros(n, np.int64) for _ in range(4))
     recent, codes = np.zeros(LADDER[-1], np.int32), np.zeros((MAX_DRAFTERS, MAX_CANDIDATES), np.int64)
-    return Scratch(
-        recent, heads, totals, runs, visits, np.zeros(n * MAX_CANDIDATES, np.int64), codes, np.zeros((2, MAX_CANDIDATES), np.int64)
+    seen, recycled, syntax = (
+        np.zeros(n * MAX_CANDIDATES, np.int64),
+        np.zeros((2, MAX_CANDIDATES), np.int64),
+        np.zeros(MAX_CANDIDATES, np.int64),
     )
-
-
-def new_recycled(vocab_size: int, pairs: int) -> Recycled:
-    """Return room for every token and for `pairs` (a power of two) pairs of tokens; 0 and 0 keep nothing."""
-    return Recycled(
-        np.full((vocab_size, KEPT), -1, np.int32),
-        np.zeros((vocab_size, KEPT), np.uint8),
-        np.full(pairs, -1, np.int64),
-        np.full((pairs, KEPT), -1, np.int32),
-        np.zeros((pairs, KEPT), np.uint8),
-    )
+    return Scratch(recent, heads, totals, runs, visits, seen, codes, recycled, syntax)
 
 
 def find_proposing_states() -> np.ndarray:
@@ -169,6 +155,7 @@ def find_proposing_states() -> np.ndarray:
     proposes[counted] = (state < 2 << REACH) | (state >= (2 << REACH) + 2 * REACH + 2)
     proposes[[COPY, AGE, PREDICTED]] = state % 2 == 0  # positions: even states agree with them
     proposes[RECYCLED:] = state > 1
+    proposes[SYNTAX] = state > SYNTAX_LISTED
     proposes[:, 0] = False
     return proposes
 
@@ -305,18 +292,6 @@ def _add_external(nodes, r, n, external, tree, n_drafters, scratch):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def pair_key(a, b):
-    """Return the key of two neighbouring tokens, the later one last."""
-    return (np.int64(a) << 32) | np.int64(b)
-
-
-@njit(cache=True, nogil=True, forceinline=True)
-def pair_row(key, n):
-    """Return the row of a pair in a table of n (a power of two) rows."""
-    return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)) & (n - 1)
-
-
-@njit(cache=True, nogil=True, forceinline=True)
 def _add_recycled(nodes, q, n, tokens, gaps, states):
     """Add a row of recycled candidates; return the new n. states [MAX_CANDIDATES]: 1 for candidates that are not in it."""
     for j in range(MAX_CANDIDATES):
@@ -329,6 +304,23 @@ def _add_recycled(nodes, q, n, tokens, gaps, states):
             nodes.cand_token[q + j] = tokens[rank]
             n = max(n, j + 1)
             states[j] = 2 + rank * (len(GAPS) + 1) + gaps[rank]
+    return n
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _add_syntax(nodes, q, n, table, context, margin, states):
+    """Add the tokens that the syntax table lists in a context; return the new n. states [MAX_CANDIDATES]: of each candidate."""
+    for j in range(MAX_CANDIDATES):
+        states[j] = 1 + table.levels[context, 0]
+    for rank in range(FOLLOWERS):
+        token = get_follower(table, context, rank, margin)
+        if token < 0:
+            continue
+        j = _find_candidate(nodes, q, n, token)
+        if j < MAX_CANDIDATES:
+            nodes.cand_token[q + j] = token
+            n = max(n, j + 1)
+            states[j] = SYNTAX_LISTED + 2 * table.levels[context, rank] - (rank == 0)
     return n
 
 
@@ -394,6 +386,10 @@ def extract_features(arrays, state, r, first, external, tree, n_drafters):
             n = _count_events(cached, nodes, q, n, k, K + k, k < others - 1, scratch)
     if gap:
         n = _count_events(seq, nodes, q, n, K - 1, K - 1, np.bool_(False), scratch)
+    follows = find_context(arrays.syntax, scratch.recent, n_recent)
+    if follows >= 0:
+        margin = find_margin(arrays.syntax, scratch.recent, n_recent)
+        n = _add_syntax(nodes, q, n, arrays.syntax, follows, margin, scratch.syntax)
     one = pair = False
     if n_recent and 0 <= scratch.recent[0] < len(recycled.tokens):
         if n_recent > 1 and len(recycled.keys):
@@ -445,48 +441,6 @@ def extract_features(arrays, state, r, first, external, tree, n_drafters):
         nodes.cand_state[c, PREDICTED] = ahead + (token == expected) if ahead else 0
         nodes.cand_state[c, RECYCLED] = scratch.recycled[0, j] if one else 0
         nodes.cand_state[c, RECYCLED_PAIR] = scratch.recycled[1, j] if pair else 0
+        nodes.cand_state[c, SYNTAX] = scratch.syntax[j] if follows >= 0 else 0
         for d in range(n_drafters):
             nodes.cand_state[c, EXTERNAL + d] = 0 if nodes.external[r, d] == -2 else 2 + scratch.codes[d, j]
-
-
-@njit(cache=True, nogil=True)
-def record_topk(recycled, before, last, tokens, values):
-    """Keep the target's top tokens [KEPT] after `last` (and after `before`, `last`), with their logits, most likely first."""
-    key = pair_key(before, last)
-    s = pair_row(key, len(recycled.keys)) if before >= 0 and len(recycled.keys) else np.int64(-1)
-    if s >= 0:
-        recycled.keys[s] = key
-    for rank in range(KEPT):
-        far = values[0] - values[max(rank, 1)]
-        level = 0
-        while level < len(_GAPS) and far >= _GAPS[level]:
-            level += 1
-        token = tokens[rank] if rank == 0 or level < len(_GAPS) else np.int64(-1)
-        recycled.tokens[last, rank], recycled.gaps[last, rank] = token, level
-        if s >= 0:
-            recycled.pair_tokens[s, rank], recycled.pair_gaps[s, rank] = token, level
-        if token < 0:
-            break
-
-
-@njit(cache=True, nogil=True)
-def record_topk_rows(recycled, before, last, tokens, logits):
-    """Call `record_topk` for each of n rows: before, last [n], tokens, logits [n, KEPT]. Rows with too few finite logits are skipped."""
-    for i in range(last.shape[0]):
-        if logits[i, KEPT - 1] > -np.inf:
-            record_topk(recycled, np.int64(before[i]), np.int64(last[i]), tokens[i], logits[i])
-
-
-@njit(cache=True, nogil=True)
-def record_batch_topk(recycled, sequences, input_ids, parents, roots, ends, root_logits, tokens, logits):
-    """Call `record_topk` for the last tokens and all nodes of `sequences` [B, 3], as in `drafter.PassTopK`, of a batch with these arrays.
-
-    Rows with fewer than KEPT finite logits are skipped.
-    """
-    for i in range(sequences.shape[0]):
-        b = sequences[i, 2]
-        for j in range(ends[b] - roots[b]):
-            at, row = roots[b] + j, root_logits[b] + j
-            if logits[row, KEPT - 1] > -np.inf:
-                before = np.int64(input_ids[parents[at]]) if j else sequences[i, 1]
-                record_topk(recycled, before, np.int64(input_ids[at]), tokens[row], logits[row])

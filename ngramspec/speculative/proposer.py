@@ -57,6 +57,8 @@ from ngramspec.speculative.drafter import (
 from ngramspec.speculative.feature_weights import WEIGHTS, load_weights, make_cold_weights
 from ngramspec.speculative.features import ExternalTrees
 from ngramspec.speculative.output_cache import OutputCache
+from ngramspec.speculative.recycled import new_recycled, record_topk_rows
+from ngramspec.speculative.syntax import SyntaxTable, make_empty_syntax
 from ngramspec.speculative.tree_builder import NO_PROPOSER, DraftState, SourceMap, TokenBans, Weights
 
 log = logging.getLogger(__name__)
@@ -72,8 +74,8 @@ class TreeProposer(Speculator):
     """Draft trees for all running sequences. Not thread-safe: one caller, the engine's loop.
 
     `source_names[tree.sources[i]]` names the source of node i. `datastore` is the drafter whose weights are shipped; `drafters` start from
-    the plain meaning of their probabilities, and are asked while they pay for their time (`budget.backoff`). `weights` None: the shipped
-    ones. `rates`: online learning rates of mix and states.
+    the plain meaning of their probabilities, and are asked while they pay for their time (`budget.backoff`). `syntax`: the syntax table in
+    the model's tokens, None: none. `weights` None: the shipped ones. `rates`: online learning rates of mix and states.
     """
 
     active = True
@@ -84,6 +86,7 @@ class TreeProposer(Speculator):
         *,
         datastore: DatastoreDrafter | None = None,
         drafters: Sequence[Drafter] = (),
+        syntax: SyntaxTable | None = None,
         weights: Weights | None = None,
         rates: tuple[float, float] = RATES,
     ) -> None:
@@ -119,10 +122,11 @@ class TreeProposer(Speculator):
         self.reads_hidden_states = bool(self._state_readers)
         self._kv_drafters = [d for d, drafter in enumerate(drafters) if isinstance(drafter, NeedsKvRoom)]
         self.keeps_kv = bool(self._kv_drafters)
-        self._recycled = features.new_recycled(self.vocab_size, PAIRS) if self._recycles else features.new_recycled(0, 0)
+        self._recycled = new_recycled(self.vocab_size, PAIRS) if self._recycles else new_recycled(0, 0)
         self._bans = TokenBans(np.zeros(max_seqs, np.int64), np.zeros((max_seqs, 4), np.int64))
         self._nodes = features.new_nodes(max_seqs * (self.spec_rows + 1))
         self._scratch = features.new_scratch()
+        self._syntax = syntax if syntax is not None else make_empty_syntax()
         self._draft_state_made: DraftState | None = None
         self._last_trees: dict[int, DraftTree] = {}
         self._n_external = 0
@@ -136,7 +140,7 @@ class TreeProposer(Speculator):
 
     def _make_draft_state(self) -> DraftState:
         tables = self._states, self._output_cache.tables.states, self._contexts
-        learned = self._recycled, self._calibration, SOURCE_MAP, self._rates
+        learned = self._recycled, self._calibration, SOURCE_MAP, self._syntax, self._rates
         return tree_builder.new_draft_state(*tables, self._nodes, self.weights, self._bans, *learned, self._scratch)
 
     @property
@@ -295,7 +299,7 @@ class TreeProposer(Speculator):
         """Keep the target's top tokens [n, KEPT] int32 and logits [n, KEPT] float32, most likely first, after tokens `last` [n] int32,
         each of which follows `before` [n] int32 (-1: nothing)."""
         if self._recycles:
-            features.record_topk_rows(self._recycled, before, last, tokens, logits)
+            record_topk_rows(self._recycled, before, last, tokens, logits)
 
     def on_hidden_states(self, slot: int, first: int, states: np.ndarray) -> None:
         for d in self._state_readers:
@@ -434,12 +438,13 @@ def _encode_probs(tree: Candidates) -> np.ndarray:
     return (np.clip(probs / np.maximum(above, 1e-9), 0.0, 1.0) * features.MAX_CODE).astype(np.int16)
 
 
-SOURCES = ("ngram", "answers", "prediction", "recycled", "similar")
+SOURCES = ("ngram", "answers", "prediction", "recycled", "syntax", "similar")
 _GROUPS = (
     range(features.OUTPUT_CACHE),
     range(features.OUTPUT_CACHE, features.PREDICTED),
     (features.PREDICTED,),
     (features.RECYCLED, features.RECYCLED_PAIR),
+    (features.SYNTAX,),
 )
 
 

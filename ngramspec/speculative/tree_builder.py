@@ -29,11 +29,9 @@ from ngramspec.speculative.features import (
     EXTERNAL,
     MAX_CANDIDATES,
     Nodes,
-    Recycled,
     Scratch,
     extract_features,
     push_hit,
-    record_batch_topk,
 )
 from ngramspec.speculative.ngram_table import (
     COPY_AT,
@@ -55,6 +53,8 @@ from ngramspec.speculative.ngram_table import (
     view_arrays,
     view_prediction,
 )
+from ngramspec.speculative.recycled import Recycled, record_batch_topk
+from ngramspec.speculative.syntax import SyntaxTable
 
 # In `SourceMap`: the group says nothing in this state, or only judges another group's candidate.
 NO_PROPOSER = 255
@@ -101,6 +101,7 @@ class DraftArrays(NamedTuple):
     recycled: Recycled
     calibration: Calibration
     source_map: SourceMap
+    syntax: SyntaxTable
     rates: np.ndarray  # [2] float64, online learning rates of mix and states
     scratch: Scratch
 
@@ -130,7 +131,8 @@ def view_draft_state(d):
     states, output_caches, contexts, rates = unowned_views((d.states, d.output_caches, d.contexts, d.rates))
     return DraftArrays(
         states, output_caches, contexts, unowned_views(d.nodes), unowned_views(d.weights), unowned_views(d.bans),
-        unowned_views(d.recycled), unowned_views(d.calibration), unowned_views(d.source_map), rates, unowned_views(d.scratch),
+        unowned_views(d.recycled), unowned_views(d.calibration), unowned_views(d.source_map), unowned_views(d.syntax), rates,
+        unowned_views(d.scratch),
     )  # fmt: skip
 
 

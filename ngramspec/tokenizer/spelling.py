@@ -6,12 +6,15 @@ Texts enter, token ids leave. Knows tokenizers of the `tokenizers` library; cont
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from functools import cached_property
 
 import numpy as np
 from tokenizers import Tokenizer
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_MARKUP = re.compile("<.+>")
 _LAST = "\U0010ffff"  # no name of a token has this character
 
 
@@ -96,3 +99,25 @@ def _map_letters() -> dict[str, int]:
 
 BYTE_OF_LETTER = _map_letters()  # by the letter that stands for it in byte-level vocabularies
 _LETTERS = list(BYTE_OF_LETTER)
+
+
+def list_token_bytes(backend: Tokenizer) -> dict[bytes, int]:
+    """Return the ids of a vocabulary's tokens by the bytes that they spell, control tokens left out; {} if they may not spell any."""
+    kinds = _list_decoders(backend)
+    vocab = backend.get_vocab(with_added_tokens=False)
+    for token, added in backend.get_added_tokens_decoder().items():  # Gemma's has brackets and digits among them
+        if vocab.get(added.content) == token and (added.special or _MARKUP.fullmatch(added.content)):
+            del vocab[added.content]
+    if "ByteLevel" in kinds:
+        known = {ord(letter): byte for letter, byte in BYTE_OF_LETTER.items()}
+        names = list(vocab)
+        if not BYTE_OF_LETTER.keys() >= {*"".join(names)}:
+            names = [name for name in names if BYTE_OF_LETTER.keys() >= {*name}]
+        texts = "\uffff".join(names).translate(known).split("\uffff")  # all at once: there may be 250,000
+        return {text.encode("latin-1"): vocab[name] for text, name in zip(texts, names, strict=True)}
+    if {"Metaspace", "Replace"} & kinds:
+        bytes_of = {name: _BYTE_TOKEN.fullmatch(name) for name in vocab}
+        found = {bytes([int(byte[1], 16)]): vocab[name] for name, byte in bytes_of.items() if byte}
+        words = {name.replace("▁", " ").encode("utf-8", "surrogatepass"): vocab[name] for name, byte in bytes_of.items() if not byte}
+        return found | words  # of a character that is spelled both ways, the token that texts are made of
+    return {}

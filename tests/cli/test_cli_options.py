@@ -31,14 +31,14 @@ FLAGS = {
     "complete": "--file -f --chat --raw --model -m --device --dtype --precision --kv-dtype --quantize --gpu-memory-utilization --threads "
     "--max-model-len --max-tokens --min-tokens --temperature -t --top-k --top-p --min-p --repetition-penalty --presence-penalty "
     "--frequency-penalty --seed --n --stop -s --ignore-eos --no-spec --show-drafts --spec-length --spec-rows --max-order --datastore -d "
-    "--no-similar --no-recycle --draft-model --draft-layers --drafter --alone --acceptance --lenience --prediction --history --logprobs "
-    "--json --quiet -q --grammar --json-schema",
+    "--no-similar --no-recycle --no-syntax --draft-model --draft-layers --drafter --alone --acceptance --lenience --prediction --history "
+    "--logprobs --json --quiet -q --grammar --json-schema",
     "serve": "--model -m --device --dtype --precision --kv-dtype --quantize --gpu-memory-utilization --threads --max-model-len "
     "--max-seqs --kv-memory --prefix-cache --no-prefix-cache --datastore -d --no-spec --spec-length --spec-rows --max-order --history "
     "--repo --with-installed --max-repo-files "
-    "--answers --no-similar --no-recycle --draft-model --draft-layers --drafter --alone --acceptance --lenience --share-candidates "
-    "--host --port --allowed-host --cors-origin --api-key --admin-key --api-key-file --max-queue --drain-timeout --send-timeout "
-    "--receive-timeout --pad-stream --log-format",
+    "--answers --no-similar --no-recycle --no-syntax --draft-model --draft-layers --drafter --alone --acceptance --lenience "
+    "--share-candidates --host --port --allowed-host --cors-origin --api-key --admin-key --api-key-file --max-queue --drain-timeout "
+    "--send-timeout --receive-timeout --pad-stream --log-format",
     "beam": "--file -f --model -m --device --threads --width -w --max-tokens --length-penalty --early-stopping --no-spec --json --quiet -q",
 }
 

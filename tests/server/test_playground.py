@@ -385,7 +385,7 @@ def test_contrast(page: Page, recital: Recital, dark: bool) -> None:
     page.js("""for (const id of ['problem', 'no-sources', 'key-field', 'no-chat']) document.getElementById(id).hidden = false;
         document.getElementById('problem-text').textContent = 'An error.'; document.getElementById('prediction-box').open = true;
         const box = document.querySelector('.text');
-        for (const name of ['similar', 'answers', 'recycled', 'other']) {
+        for (const name of ['similar', 'answers', 'recycled', 'syntax', 'other']) {
           const t = box.appendChild(document.createElement('span')); t.className = `tok src-${name}`; t.textContent = name;
         }""")
     low, seen = page.js(CONTRAST)

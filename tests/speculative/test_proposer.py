@@ -11,7 +11,7 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import DraftTree
 from ngramspec.sampling.batch import Span, pack
 from ngramspec.sampling.topk import find_topk
-from ngramspec.speculative import Candidates, Drafter, TreeProposer, features, tree_builder, warmup
+from ngramspec.speculative import Candidates, Drafter, TreeProposer, features, recycled, tree_builder, warmup
 from ngramspec.speculative.budget import marginal_cost
 from ngramspec.speculative.drafter import DraftOptions, DraftParams, PassTopK
 from ngramspec.speculative.feature_weights import load_weights, make_cold_weights, save_weights
@@ -533,20 +533,20 @@ def test_the_models_own_candidates_are_drafted():
 @given(st.integers(1, 300), st.integers(1, 4), st.integers(0, 2**31))
 def test_kept_candidates_are_the_likeliest(vocab_size, n, seed):
     rows = np.random.default_rng(seed).permutation(vocab_size * n).reshape(n, vocab_size).astype(np.float32) / 50
-    kept = features.new_recycled(vocab_size, 16)
+    kept = recycled.new_recycled(vocab_size, 16)
     last = np.arange(n, dtype=np.int32) % vocab_size
     tables = BlockTables(n, n, 16)
     assert all(tables.reserve(slot, 1) for slot in range(n))
     batch = pack([Span(slot, last[slot : slot + 1], 0) for slot in range(n)], tables)
     heard = np.array([(slot, -1, slot) for slot in range(n)])
     given = batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits
-    features.record_batch_topk(kept, heard, *given, *find_topk(rows))
+    recycled.record_batch_topk(kept, heard, *given, *find_topk(rows))
     if vocab_size < features.KEPT:
         assert (kept.tokens == -1).all()
         return
     i = n - 1  # a later row overwrites an earlier one of the same token
     order = np.argsort(-rows[i])[: features.KEPT]
     far = rows[i, order[0]] - rows[i, order]
-    want = [int(t) for t, d in zip(order, far, strict=True) if d < features.GAPS[-1]]
+    want = [int(t) for t, d in zip(order, far, strict=True) if d < recycled.GAPS[-1]]
     assert kept.tokens[last[i], : len(want)].tolist() == want
     assert (kept.tokens[last[i], len(want) : len(want) + 1] == -1).all()

@@ -8,6 +8,7 @@ export const SOURCES = {
   similar: { name: "similar file", says: "From the datastore's files that are most like the prompt." },
   answers: { name: "earlier answer", says: "An answer that was given before goes on like this." },
   recycled: { name: "own candidates", says: "What the model itself thought likely when it last stood behind these words." },
+  syntax: { name: "syntax", says: "Source code usually goes on like this." },
   other: { name: "other drafter", says: "From a further source that the server was started with." },
 };
 

@@ -35,7 +35,7 @@ def check_drafts_and_batches(path: str, temperature: float, accepted: int) -> No
     rng = np.random.default_rng(1)
     prompts = [np.resize(rng.integers(0, 250, int(rng.integers(3, 20))), int(rng.integers(30, 140))).tolist() for _ in range(8)]
     params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)
-    with Engine(path, max_model_len=250, max_seqs=8, max_rows=40) as engine:
+    with Engine(path, max_model_len=250, max_seqs=8, max_rows=40, syntax=False) as engine:
         expected = [engine.complete(prompt, params, speculation=False).token_ids for prompt in prompts]
         assert engine.exactness == "bitwise"
         assert engine.runner.is_recurrent
