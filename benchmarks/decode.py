@@ -69,6 +69,7 @@ SETTINGS = (
     "spec_rows",
     "no_answers",
     "no_recycle",
+    "no_syntax",
     "cost",
     "tokenizer",
     "precision",
@@ -109,6 +110,7 @@ def open_engine(args: argparse.Namespace, **options: Any) -> Engine:
         max_seqs=args.concurrency if args.per_turn else max(MAX_SEQS, args.concurrency),
         datastore=args.datastore,
         recycle=not args.no_recycle,
+        syntax=not args.no_syntax,
         progress=print_progress,
         **common.get_engine_options(args),
         **options,
@@ -228,6 +230,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--spec-rows", type=common.parse_positive, metavar="N", help="most draft tokens of a sequence in a pass")
     add("--no-answers", action="store_true", help="do not draft from the answers to earlier prompts")
     add("--no-recycle", action="store_true", help="do not draft from the model's own candidates")
+    add("--no-syntax", action="store_true", help="do not draft by the syntax table")
     add("--cost", choices=["measured", *common.SLOPES], default="measured", help="what drafts are told a row costs; or as in replay")
     add("--identity", action="store_true", help="compare texts in every mode; nothing is timed")
     add("--modes", type=parse_modes, default="off@8,on@1,on@8,off@1", metavar="off@8,on@1,...", help="of --identity")

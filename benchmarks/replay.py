@@ -68,10 +68,11 @@ def make_drafters(
         variants |= {"+datastore": {"stores": stores}, "+lookup": {"stores": stores, "similar": False}}
     variants |= {"": {}, "+answers": {"answers": True}, "+recycled": {"answers": True, "vocab_size": vocab_size}}
 
+    variants |= {"-syntax": {"syntax": None}, "+answers-syntax": {"answers": True, "syntax": None}}
+
     def make_replayed(slope: float, predicted: bool = False, **options: Any) -> Replayed:
-        return ReplayedProposer(
-            make_proposer(syntax=syntax, **options), 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1), stops, predicted=predicted
-        )
+        drafts = make_proposer(**{"syntax": syntax, **options})
+        return ReplayedProposer(drafts, 1.0 + slope * np.arange(-1.0, MAX_ROWS + 1), stops, predicted=predicted)
 
     ours = {f"ngramspec{name}-{cost}": partial(make_replayed, SLOPES[cost], **more) for name, more in variants.items() for cost in SLOPES}
     return {**ours, "ngram-chain": Chain}
