@@ -32,6 +32,8 @@ ORDERS = 6
 FOLLOWERS = 4
 # Bounds between the levels of a token's probability in a context; less than the lowest is not listed.
 LEVELS = (0.04, 0.06, 0.09, 0.13, 0.18, 0.24, 0.31, 0.38, 0.46, 0.54, 0.62, 0.7, 0.78, 0.85, 0.91, 0.96)
+# Version of the classes, and of what is cached of them.
+FORMAT = 1
 # Class of control tokens, and of what is no token.
 CONTROL = b"\0"
 # In `followers` of the file: no token.
@@ -178,7 +180,7 @@ def open_syntax(backend: Tokenizer | None, vocab_size: int, cache: Path | None =
     shipped = SYNTAX.read_bytes()
     with np.load(SYNTAX, allow_pickle=False) as file:
         names, keys, followers, levels = (file[name] for name in ("names", "keys", "followers", "levels"))
-    digest = np.frombuffer(hashlib.sha256(shipped + str(vocab_size).encode()).digest()[:8], np.int32)
+    digest = np.frombuffer(hashlib.sha256(shipped + f"{FORMAT} {vocab_size}".encode()).digest()[:8], np.int32)
     numbers = _read_numbers(cache, digest) if cache is not None else None
     if numbers is None:
         texts = list_token_bytes(backend) if backend is not None else {}
