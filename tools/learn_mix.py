@@ -39,7 +39,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -293,21 +293,13 @@ def collect(traces: list[Made], weights: tree_builder.Weights, max_out: int, syn
 
 
 class Mix(torch.nn.Module):
-    """The mix as `tree_builder.score_candidates` computes it, learned anew, or of one group only beside these weights."""
+    """The mix as `tree_builder.score_candidates` computes it."""
 
-    def __init__(self, weights: tree_builder.Weights | None = None, group: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        n = features.EXTERNAL
-        states, mix, bias = torch.zeros(n, features.STATES), torch.full((features.SETS, n), 0.3), torch.zeros(features.SETS)
-        if weights is not None:
-            states, mix = torch.from_numpy(weights.states[:n].copy()), torch.from_numpy(weights.mix[:, :n].copy())
-            bias = torch.from_numpy(weights.mix[:, features.BIAS].copy())
-        self.states, self.mix = torch.nn.Parameter(states), torch.nn.Parameter(mix)
-        self.bias = torch.nn.Parameter(bias, requires_grad=weights is None)
-        if weights is not None:
-            learns = torch.arange(n) == group
-            self.states.register_hook(lambda gradient: gradient * learns[:, None])
-            self.mix.register_hook(lambda gradient: gradient * learns)
+        self.states = torch.nn.Parameter(torch.zeros(features.EXTERNAL, features.STATES))
+        self.mix = torch.nn.Parameter(torch.full((features.SETS, features.EXTERNAL), 0.3))
+        self.bias = torch.nn.Parameter(torch.zeros(features.SETS))
 
     def forward(self, state: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
         z = self.states[torch.arange(features.EXTERNAL), state] * (state > 0)
@@ -458,7 +450,8 @@ def main() -> None:
     from ngramspec.models.loader import load_tokenizer
 
     torch.manual_seed(args.seed)
-    tokenizer, rng = cast("Any", load_tokenizer(args.tokenizer)), random.Random(args.seed)
+    tokenizer: Any = load_tokenizer(args.tokenizer)
+    rng = random.Random(args.seed)
     syntax = open_syntax(tokenizer.backend_tokenizer, len(tokenizer))
     code = read_sources(args.corpus, (".py",))
     prose = read_sources(args.corpus, (".txt", ".rst", ".md", "METADATA", "topics.py"), 2_000_000)
@@ -482,7 +475,8 @@ def main() -> None:
     kinds = np.concatenate([np.full(len(t.output) + 1, KINDS.index(t.kind)) for t in held_out])
     n_out, spent = sum(len(t.output) for t in train), time.perf_counter() - started
     print(f"{len(code)} Python files, {len(prose)} texts -> {n_out} output tokens, {spent:.0f} s", flush=True)
-    weights, losses_by_turn = make_cold_weights(), list[dict[str, float]]()
+    weights = make_cold_weights()
+    losses_by_turn: list[dict[str, float]] = []
     for turn in range(2):  # which tokens counted as predicted is itself evidence: the second turn sees it as the learned mix says
         seen = train if turn else [t for t in train if t.session % 2 == 0]
         model = fit(Mix(), collect(seen, weights, args.max_out, syntax), args.epochs if turn else 1)

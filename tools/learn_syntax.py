@@ -34,7 +34,7 @@ from numba import njit
 from benchmarks.common import describe_machine, print_document, print_progress
 from ngramspec.models.loader import load_tokenizer
 from ngramspec.speculative.feature_weights import load_weights, save_weights
-from ngramspec.speculative.features import SYNTAX
+from ngramspec.speculative.features import BIAS, EXTERNAL, SYNTAX
 from ngramspec.speculative.syntax import (
     CHANGE,
     CONTROL,
@@ -52,6 +52,7 @@ from ngramspec.speculative.syntax import (
     make_key,
     open_syntax,
 )
+from ngramspec.speculative.tree_builder import Weights
 from ngramspec.tokenizer.spelling import list_token_bytes
 from tools import learn_mix
 
@@ -285,6 +286,22 @@ def learn_table(args: argparse.Namespace) -> dict[str, Any]:
     return {**counts, "settings": {"contexts": args.contexts, "chars": args.chars, "seed": args.seed}}
 
 
+class SyntaxMix(learn_mix.Mix):
+    """The shipped mix, of which only what the syntax table says is learned."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        n = EXTERNAL
+        with torch.no_grad():
+            self.states.copy_(torch.from_numpy(weights.states[:n]))
+            self.mix.copy_(torch.from_numpy(weights.mix[:, :n]))
+            self.bias.copy_(torch.from_numpy(weights.mix[:, BIAS]))
+        learns = torch.arange(n) == SYNTAX
+        self.states.register_hook(lambda gradient: gradient * learns[:, None])
+        self.mix.register_hook(lambda gradient: gradient * learns)
+        self.bias.requires_grad_(False)
+
+
 def learn_weights(args: argparse.Namespace) -> dict[str, Any]:
     """Write the weights and return their part of the JSON document: the loss per token of the tenth that was held out."""
     tokenizer: Any = load_tokenizer(args.tokenizer[0])
@@ -293,7 +310,7 @@ def learn_weights(args: argparse.Namespace) -> dict[str, Any]:
     end = max(len(traces) // 10, 1)
     held_out, seen = (learn_mix.collect(part, weights, 0, syntax) for part in (traces[:end], traces[end:]))
     kinds = np.full(int(held_out.position[-1]) + 1, learn_mix.KINDS.index("recorded"))
-    model = learn_mix.Mix(weights, SYNTAX)
+    model = SyntaxMix(weights)
     before = learn_mix.compute_losses(model, held_out, kinds)["recorded"]
     after = learn_mix.compute_losses(learn_mix.fit(model, seen, args.epochs, BATCH, RATES), held_out, kinds)["recorded"]
     learned = learn_mix.to_weights(model)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ngramspec.tokenizer.spelling import BYTE_OF_LETTER
+from ngramspec.tokenizer.spelling import BYTE_OF_LETTER, spell_names
 
 _LETTERS, _DIGITS = string.ascii_letters.encode(), string.digits.encode()
 _ASCII, _BYTES = bytes(range(128)), bytes(range(256))
@@ -40,7 +40,7 @@ class FewestTokens:
             return
         self._composes = any(step["type"] == "NFC" for step in steps)
         names = [token["content"].encode() for token in added]
-        names += _list_bytes(_list_pieces(parts["model"]), is_byte_level=is_byte_level)
+        names += spell_names(_list_pieces(parts["model"]), is_byte_level=is_byte_level)
         names.sort(key=len, reverse=True)
         for counted in (_BYTES, _LETTERS, _DIGITS):
             ignored = bytes({*_BYTES} - {*counted} | dropped)
@@ -94,18 +94,6 @@ def _list_pieces(model: dict[str, Any]) -> list[str]:
     """Return the texts of a vocabulary as the tokenizer's model has them."""
     pieces = model["vocab"]
     return list(pieces) if isinstance(pieces, dict) else [piece for piece, _ in pieces]
-
-
-def _list_bytes(pieces: list[str], *, is_byte_level: bool) -> list[bytes]:
-    """Return the bytes of tokens; of one that is not made of letters for bytes those of its own text, which are no fewer."""
-    known = BYTE_OF_LETTER.keys()
-    if is_byte_level and known >= {*"".join(pieces)}:  # all at once: there may be 250,000
-        texts = "\uffff".join(pieces).translate({ord(letter): byte for letter, byte in BYTE_OF_LETTER.items()})
-        return [text.encode("latin-1") for text in texts.split("\uffff")]
-    return [
-        bytes(map(BYTE_OF_LETTER.__getitem__, text)) if is_byte_level and known >= {*text} else text.encode("utf-8", "surrogatepass")
-        for text in pieces
-    ]
 
 
 def _count_most(names: list[bytes], ignored: bytes) -> int:

@@ -9,6 +9,7 @@ and without, and a stopping criterion ends the text where it would have ended wi
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ from ngramspec.integrations.draft_session import SLOPE, Guest
 from ngramspec.outputs import KEPT, Stats
 from ngramspec.speculative.open_datastores import Store
 from ngramspec.tokenizer.encode import Prompt
+
+log = logging.getLogger(__name__)
 
 # The first and the last version that the tests ran with.
 TESTED = ("5.23", "5.24")
@@ -68,7 +71,8 @@ class Assistant:
         vocab_size = model.config.get_text_config().vocab_size
         try:
             syntax = open_host_syntax(self.tokenizer, vocab_size)
-        except TokenizerError:  # needed for nothing else so far
+        except Exception as error:  # of many kinds; the tokenizer is needed for nothing else so far
+            log.info("drafting without the syntax table: %s", error)
             syntax = None
         self.guest = Guest(
             vocab_size=vocab_size,

@@ -101,6 +101,18 @@ BYTE_OF_LETTER = _map_letters()  # by the letter that stands for it in byte-leve
 _LETTERS = list(BYTE_OF_LETTER)
 
 
+def spell_names(names: list[str], *, is_byte_level: bool) -> list[bytes]:
+    """Return the bytes of tokens by their names; of a name that is not made of letters for bytes those of its own text."""
+    known = BYTE_OF_LETTER.keys()
+    if is_byte_level and known >= {*"".join(names)}:  # all at once: there may be 250,000
+        texts = "\uffff".join(names).translate({ord(letter): byte for letter, byte in BYTE_OF_LETTER.items()})
+        return [text.encode("latin-1") for text in texts.split("\uffff")]
+    return [
+        bytes(map(BYTE_OF_LETTER.__getitem__, name)) if is_byte_level and known >= {*name} else name.encode("utf-8", "surrogatepass")
+        for name in names
+    ]
+
+
 def list_token_bytes(backend: Tokenizer) -> dict[bytes, int]:
     """Return the ids of a vocabulary's tokens by the bytes that they spell, control tokens left out; {} if they may not spell any."""
     kinds = _list_decoders(backend)
@@ -109,15 +121,12 @@ def list_token_bytes(backend: Tokenizer) -> dict[bytes, int]:
         if vocab.get(added.content) == token and (added.special or _MARKUP.fullmatch(added.content)):
             del vocab[added.content]
     if "ByteLevel" in kinds:
-        known = {ord(letter): byte for letter, byte in BYTE_OF_LETTER.items()}
-        names = list(vocab)
-        if not BYTE_OF_LETTER.keys() >= {*"".join(names)}:
-            names = [name for name in names if BYTE_OF_LETTER.keys() >= {*name}]
-        texts = "\uffff".join(names).translate(known).split("\uffff")  # all at once: there may be 250,000
-        return {text.encode("latin-1"): vocab[name] for text, name in zip(texts, names, strict=True)}
+        return dict(zip(spell_names(list(vocab), is_byte_level=True), vocab.values(), strict=True))
     if {"Metaspace", "Replace"} & kinds:
         bytes_of = {name: _BYTE_TOKEN.fullmatch(name) for name in vocab}
         found = {bytes([int(byte[1], 16)]): vocab[name] for name, byte in bytes_of.items() if byte}
-        words = {name.replace("▁", " ").encode("utf-8", "surrogatepass"): vocab[name] for name, byte in bytes_of.items() if not byte}
+        names = [name for name, byte in bytes_of.items() if not byte]
+        texts = spell_names([name.replace("▁", " ") for name in names], is_byte_level=False)
+        words = dict(zip(texts, map(vocab.__getitem__, names), strict=True))
         return found | words  # of a character that is spelled both ways, the token that texts are made of
     return {}
