@@ -280,6 +280,10 @@ TEXTS = [
     "<function=weather>\n<parameter=city>\nPar",
     "[weather(city=Paris)]",
     "[weather(town='Paris')]",
+    "<|python_tag|>weather(city={1, 2})",
+    "<|python_tag|>weather(city=b'Paris')",
+    "<|python_tag|>weather(city=...)",
+    "[weather(city='Paris'), " + "a." * 1500 + "b(city='Paris')]",
     "[weather](https://example.com) and [f(x)]\n",
     "if (a) {\n  b[i] = c;\n}\n",
     "[TOOL_CALLS] [3]",
@@ -348,6 +352,11 @@ def test_text_is_not_held_back_longer_than_it_can_become_a_call() -> None:
         reader = CallReader(HERMES, known())
         said = "".join(event.text for event in reader.push(text + rest) if isinstance(event, TextDelta))
         assert said == text + rest
+
+
+def test_a_set_in_pythons_notation_is_no_list_of_json() -> None:
+    text = "<function=write_file><parameter=path>a</parameter><parameter=flags>{'x', 'y'}</parameter></function>"
+    assert read([text]) == ("", [("write_file", {"path": "a", "flags": "{'x', 'y'}"})])
 
 
 def test_strict_tools_are_called_as_their_schemas_say_or_not_at_all() -> None:

@@ -171,11 +171,11 @@ def read_python_calls(text: str, tools: KnownTools, *, checked: bool) -> Calls |
 
     try:
         parsed = ast.parse(_STRINGS_AND_NAMES.sub(make_valid, text.strip()), mode="eval").body
+        known = {valid: name for name, valid in names.items()}
+        calls = parsed.elts if isinstance(parsed, ast.List) else [parsed]
+        made = [_read_python_call(each, tools, known, checked=checked) for each in calls]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    known = {valid: name for name, valid in names.items()}
-    calls = parsed.elts if isinstance(parsed, ast.List) else [parsed]
-    made = [_read_python_call(each, tools, known, checked=checked) for each in calls]
     return [call for call in made if call is not None] if made and None not in made else None
 
 
@@ -188,6 +188,7 @@ _STRINGS_AND_NAMES = regex.compile(
 
 
 def _read_python_call(node: ast.expr, tools: KnownTools, known: Mapping[str, str], *, checked: bool) -> tuple[str, str] | None:
+    """Return the call; None if it is none of a known tool. Raises ValueError for arguments that are no literals of JSON, RecursionError."""
     if not isinstance(node, ast.Call):
         return None
     name = ast.unparse(node.func)
@@ -200,11 +201,8 @@ def _read_python_call(node: ast.expr, tools: KnownTools, known: Mapping[str, str
     keys = list(properties) if isinstance(properties, Mapping) else []
     if len(node.args) > len(keys) or any(word.arg is None for word in node.keywords):
         return None
-    try:
-        arguments = {key: _read_literal(value) for key, value in zip(keys, node.args, strict=False)}
-        arguments |= {str(word.arg): _read_literal(word.value) for word in node.keywords}
-    except (ValueError, RecursionError, MemoryError):
-        return None
+    arguments = {key: _read_literal(value) for key, value in zip(keys, node.args, strict=False)}
+    arguments |= {str(word.arg): _read_literal(word.value) for word in node.keywords}
     return make_call(name, arguments, tools, checked=checked)
 
 
@@ -212,7 +210,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def _read_literal(node: ast.expr) -> Any:
-    """Return the value of a literal. Raises ValueError for anything else."""
+    """Return the value of a literal that JSON can hold. Raises ValueError for anything else, such as a set or bytes."""
     match node:
         case ast.Name(id=name) if name in _JSON_NAMES:
             return _JSON_NAMES[name]
@@ -220,4 +218,7 @@ def _read_literal(node: ast.expr) -> Any:
             return [_read_literal(item) for item in each]
         case ast.Dict(keys=keys, values=values):
             return {str(_read_literal(key)): _read_literal(value) for key, value in zip(keys, values, strict=True) if key is not None}
-    return ast.literal_eval(node)
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | None):
+        raise ValueError(f"{type(value).__name__} is no value of JSON")
+    return value
