@@ -359,6 +359,15 @@ def test_a_set_in_pythons_notation_is_no_list_of_json() -> None:
     assert read([text]) == ("", [("write_file", {"path": "a", "flags": "{'x', 'y'}"})])
 
 
+def test_a_schema_that_refers_to_itself_over_and_over_takes_linear_time() -> None:
+    node = {"anyOf": [{"$ref": "#/$defs/node"}] * 100 + [{"type": "integer"}]}
+    schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    reader = CallReader(HERMES, KnownTools({"count": schema}))
+    text = "<function=count><parameter=n>3</parameter></function>"
+    assert_within(3, lambda: reader.push(text), tries=1)
+    assert reader.n_calls == 1
+
+
 def test_strict_tools_are_called_as_their_schemas_say_or_not_at_all() -> None:
     for text in (
         '<tool_call>{"name": "weather", "arguments": {"town": 3}}</tool_call>',

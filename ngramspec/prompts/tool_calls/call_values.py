@@ -105,24 +105,32 @@ def to_typed_value(text: str, name: str, key: str, tools: KnownTools) -> Any:
     return value
 
 
-def collect_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a schema names; none if it names none."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return set()
-    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#/"):
-        target: Any = root
-        for part in ref[2:].split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        return collect_types(target, root, depth + 1)
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else {each for each in given if isinstance(each, str)} if isinstance(given, list) else set()
-    for word in ("anyOf", "oneOf", "allOf"):
-        if isinstance(parts := schema.get(word), list):
-            for each in parts:
-                types |= collect_types(each, root, depth + 1)
-    if isinstance(values := schema.get("enum"), list):
-        types |= {_TYPES.get(type(value), "null") for value in values}
+def collect_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema names; none if it names none. Each part that it refers to is looked at once."""
+    types, waiting, refs = set[str](), [schema], set[str]()
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, Mapping):
+            continue
+        if isinstance(ref := each.get("$ref"), str) and ref.startswith("#/"):
+            if ref not in refs:
+                refs.add(ref)
+                waiting.append(_follow_reference(ref, root))
+            continue
+        given = each.get("type")
+        types |= {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}
+        for word in ("anyOf", "oneOf", "allOf"):
+            if isinstance(parts := each.get(word), list):
+                waiting += parts
+        if isinstance(values := each.get("enum"), list):
+            types |= {_TYPES.get(type(value), "null") for value in values}
     return types
+
+
+def _follow_reference(ref: str, root: Any) -> Any:
+    for part in ref[2:].split("/"):
+        root = root.get(part) if isinstance(root, Mapping) else None
+    return root
 
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}
