@@ -430,7 +430,7 @@ def update(draft_state, slots, begin_at, accepted, history, n_drafters, seen):
     states, contexts, nodes, calibration = arrays.states, arrays.contexts, arrays.nodes, arrays.calibration
     new_start, new_tokens, path_start, path = accepted
     R = len(nodes.token) // len(states)
-    keys = np.empty(len(contexts), np.uint64)
+    keys = np.empty(len(contexts) + 1, np.uint64)
     if begin_at == 0:
         record_batch_topk(arrays.recycled, *seen)
     for b in range(begin_at, len(slots)):
