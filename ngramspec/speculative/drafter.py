@@ -151,13 +151,13 @@ def make_pass_topk(sequences: list[tuple[int, int, int]], batch: Batch, output: 
     return PassTopK(np.array(sequences, np.int64), batch, tokens, logits)
 
 
-def iterate_topk(seen: PassTopK | None) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (slot, number of rows, tokens [rows, KEPT]) for each sequence that continues."""
+def iterate_topk(seen: PassTopK | None) -> Iterator[tuple[int, DraftTree, np.ndarray]]:
+    """Yield (slot, the tree of N nodes that it had in the pass, tokens [1 + N, KEPT]) for each sequence that continues."""
     if seen is not None:
         for slot, _, b in seen.sequences.tolist():
             first, n = int(seen.batch.root_logits[b]), int(seen.batch.ends[b] - seen.batch.roots[b])
             if slot >= 0:
-                yield slot, n, seen.tokens[first : first + n]
+                yield slot, seen.batch.spans[b].tree or NO_TREE, seen.tokens[first : first + n]
 
 
 class CoolingSequence(Protocol):

@@ -233,8 +233,8 @@ class TreeProposer(Speculator):
                 seen.sequences, batch.input_ids, batch.parents, batch.roots, batch.ends, batch.root_logits, seen.tokens, seen.logits,
             )  # fmt: skip
         for d in self._topk_readers:
-            for slot, n, likely in iterate_topk(seen):
-                self._call_drafter(d, "on_topk", slot, self._last_trees.get(slot, NO_TREE).take_first(n - 1), likely)
+            for slot, tree, likely in iterate_topk(seen):
+                self._call_drafter(d, "on_topk", slot, tree, likely)
         draft_state, verified = self._draft_state, (*concatenate_ragged(accepted), *concatenate_ragged(paths))
         new_start, new, path_start, path = verified
         b = 0

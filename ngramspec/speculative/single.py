@@ -17,7 +17,6 @@ from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.outputs import DraftTree
 from ngramspec.speculative.drafter import (
     DRAFT_DEFAULTS,
-    NO_TREE,
     Candidates,
     CanDraw,
     Drafter,
@@ -76,10 +75,12 @@ class SingleDrafter(Speculator):
     ) -> list[DraftTree]:
         """Return the drafter's trees. All have the same room; costs are ignored."""
         seqs, room = slots.tolist(), min(self.spec_rows, max(max_nodes, 0) // len(slots))
-        answer = self._call_drafter("propose", seqs, room) or [_NOTHING] * len(seqs)
-        if len(answer) != len(seqs) or not all(is_sound(candidates, self.vocab_size) for candidates in answer):
+        answer = self._call_drafter("propose", seqs, room)
+        is_list = isinstance(answer, (list, tuple)) and len(answer) in (0, len(seqs))
+        if answer is not None and not (is_list and all(is_sound(candidates, self.vocab_size) for candidates in answer)):
             log.error("drafter %r gave a malformed tree and is switched off", self.source_names[0])
-            self.drafter, answer = None, [_NOTHING] * len(seqs)
+            self.drafter = answer = None
+        answer = answer or [_NOTHING] * len(seqs)
         trees = [
             self._cut_tree(candidates, min(int(depth), self.spec_length), room) for candidates, depth in zip(answer, max_depth, strict=True)
         ]
@@ -88,15 +89,16 @@ class SingleDrafter(Speculator):
 
     def _cut_tree(self, candidates: Candidates, max_depth: int, room: int) -> DraftTree:
         """Return the nodes up to `max_depth`, as far as there is room."""
-        depth = np.zeros(len(candidates), np.int64)
-        for i, parent in enumerate(candidates.parents.tolist()):
+        tokens, parents = np.asarray(candidates.tokens, np.int32), np.asarray(candidates.parents, np.int32)
+        depth = np.zeros(len(tokens), np.int64)
+        for i, parent in enumerate(parents.tolist()):
             depth[i] = 1 + (depth[parent] if parent >= 0 else 0)
         kept = np.flatnonzero(depth <= max_depth)[:room]
         moved = np.append(np.cumsum(depth <= max_depth) - 1, -1).astype(np.int32)  # the last: the root's
-        drawn_from = candidates.drawn_from
+        drawn_from = getattr(candidates, "drawn_from", None)
         return DraftTree(
-            np.asarray(candidates.tokens, np.int32)[kept],
-            moved[np.asarray(candidates.parents)[kept]],
+            tokens[kept],
+            moved[parents[kept]],
             np.asarray(candidates.probs, np.float32)[kept],
             np.zeros(len(kept), np.uint8),
             drawn_from=None if drawn_from is None else [drawn_from[i] for i in kept],
@@ -106,8 +108,8 @@ class SingleDrafter(Speculator):
         self._call_drafter("on_hidden_states", slot, first, states)
 
     def observe(self, slots: np.ndarray, accepted: list[np.ndarray], paths: list[np.ndarray], seen: PassTopK | None = None) -> None:
-        for slot, n, likely in iterate_topk(seen):
-            self._call_drafter("on_topk", slot, self._trees.get(slot, NO_TREE).take_first(n - 1), likely)
+        for slot, verified, likely in iterate_topk(seen):
+            self._call_drafter("on_topk", slot, verified, likely)
         for slot, tokens, path in zip(slots.tolist(), accepted, paths, strict=True):
             tree = self._trees.get(slot)
             rejected = np.empty(0, np.int32) if tree is None else np.delete(tree.tokens, path[path >= 0])
