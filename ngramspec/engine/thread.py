@@ -256,6 +256,7 @@ class StepThread:
             changed = self.core.step(self._flush, self._interrupt)
         except (NgramspecError, MemoryError, RuntimeError, ValueError) as e:
             log.exception("a pass failed; its requests end")
+            self._flush()  # what the pass before has brought, if this one did not come to deliver it
             cause: Exception = e
             if is_out_of_memory(e):
                 cause = OutOfMemoryError(f"out of memory in a pass: {e}")

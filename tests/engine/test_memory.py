@@ -81,6 +81,26 @@ def test_a_row_for_every_sequence_that_does_not_fit_ends_them(engine: Engine, mo
         engine.complete([5], PARAMS)
 
 
+def test_a_text_that_has_ended_is_delivered_though_the_next_pass_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device, what a pass has brought is delivered while the next one is under way."""
+    n_seqs, forward = list[int](), engine.runner.forward
+
+    def fail_once_one_is_left(batch: Batch) -> Output:
+        n_seqs.append(len(batch.spans))
+        if n_seqs[-1] < max(n_seqs):
+            raise ValueError("a kernel failed")
+        return forward(batch)
+
+    monkeypatch.setattr(engine.runner, "forward", fail_once_one_is_left)
+    monkeypatch.setattr(engine.runner, "native_forward", lambda: None)
+    monkeypatch.setattr(engine.runner, "asynchronous", True, raising=False)
+    long = engine.submit(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True), speculation=False)
+    short = engine.submit(PROMPTS[1], SamplingParams(max_tokens=4, ignore_eos=True), speculation=False)
+    with pytest.raises(ValueError, match="a kernel failed"):
+        long.result(60)
+    assert len(short.result(60).token_ids) == 4
+
+
 def test_prompts_with_log_probabilities_keep_few_logits_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=2, prompt_logprobs=1)
     whole = engine.complete(PROMPTS, params, speculation=False)
