@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -17,7 +18,7 @@ from fair_time import wait_until
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError
 from ngramspec.kv_cache.blocks import BlockHashes
-from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STALE_S, STATE_SUFFIX
+from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STALE_S, STATE_SUFFIX, PrefixFolder, name_block
 from ngramspec.outputs import BLOCK, Completion
 from ngramspec.sampling_params import SamplingParams
 
@@ -223,6 +224,27 @@ def test_a_folder_that_can_no_longer_be_written_is_told_of_once(tmp_path: Path, 
         engine.complete(LONG, PARAMS)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [str(folder) in warning for warning in warnings] == [True]
+
+
+def test_files_that_cannot_be_removed_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name_block(bytes([n] * 16)) for n in range(8)]
+    theirs = tmp_path / "theirs" / names[0]
+    theirs.mkdir(parents=True)  # `unlink` removes no folder
+    size = 2 * theirs.stat().st_size
+    folder = PrefixFolder(tmp_path, "ours", size, 0, 5 * size)
+    for name in names:
+        folder.write(name, bytes(size))
+    folder.close()
+    assert folder.has_file(names[-1]), "the writer has gone on"
+    assert len(list((tmp_path / "ours").iterdir())) <= 5
+    damaged = tmp_path / "ours" / names[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert folder.read(names[-1]) is None
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
