@@ -306,8 +306,9 @@ class Prompts:
         return message
 
     def _hide_arguments(self, given: str, hide: Hide) -> Any:
+        given = given or "{}"  # as some clients have a call without arguments
         try:
-            parsed = json.loads(replace_lone_surrogates((given or "{}").encode()))
+            parsed = json.loads(replace_lone_surrogates(given.encode()))
         except (ValueError, RecursionError):
             parsed = given
         if self.calls.arguments_as_text or not isinstance(parsed, dict):

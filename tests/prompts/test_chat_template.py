@@ -265,6 +265,14 @@ def test_calls_that_a_template_does_not_show_stand_in_the_text() -> None:
     assert prompts.calls.in_text
 
 
+@pytest.mark.parametrize("calls", ["", ONE_CALL, ONE_CALL.replace(" | tojson", "")], ids=["no calls", "objects", "text"])
+def test_a_call_without_arguments_is_json(calls: str) -> None:
+    """Some clients send "" for it."""
+    prompts, _ = make(SHOWS_TOOLS.replace("CALLS", calls))
+    turns = [*CALLED[:1], Turn("assistant", "b", (Call("1", "f", ""),)), *CALLED[2:3]]
+    assert '{"name": "f", "arguments": {}}' in prompts.render_text(turns, DECLARED if calls else ())
+
+
 def test_ids_name_the_tools_if_a_template_shows_nothing_else() -> None:
     calls = "{% for c in m.tool_calls or [] %}<call>{{ c.id }}<args>{{ c.function.arguments | tojson }}</call>{% endfor %}"
     prompts, engine = make(SHOWS_TOOLS.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}").replace("CALLS", calls))

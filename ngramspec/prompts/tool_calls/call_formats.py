@@ -151,10 +151,11 @@ class CallFormat:
         return self.first + self.between.join(name + self.middle + self._write_arguments(given) for name, given in calls) + self.last
 
     def _write_arguments(self, arguments: str) -> str:
+        arguments = arguments or "{}"
         if self.pairs is None:
             return arguments
         try:
-            values = json.loads(arguments or "{}")
+            values = json.loads(arguments)
         except (ValueError, RecursionError):
             return arguments
         if not isinstance(values, dict):
