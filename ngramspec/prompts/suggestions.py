@@ -48,7 +48,7 @@ class Suggestions:
             latest = list(self._of_tenant.get(tenant, ()))
         head = suffix[:HEAD_CHARS]
         for each in latest:
-            at = prefix.rfind(each.tail, max(len(prefix) - len(each.tail) - len(each.text), 0))
+            at = prefix.rfind(each.tail, max(len(prefix) - len(each.tail) - len(each.text), 0)) if each.tail else 0
             if at < 0 or each.head != head:
                 continue
             typed = prefix[at + len(each.tail) :]

@@ -36,6 +36,13 @@ def test_the_prompt_may_begin_later(suggestions: Suggestions) -> None:
     assert suggestions.find("a", long[300:] + TEXT[:3], AFTER) == TEXT[3:]
 
 
+def test_an_empty_file_is_a_place_too(suggestions: Suggestions) -> None:
+    suggestions.add("a", "", "", TEXT)
+    for n in range(len(TEXT)):
+        assert suggestions.find("a", TEXT[:n], "") == TEXT[n:]
+    assert suggestions.find("a", "def", "") is None
+
+
 def test_the_latest_one_counts(suggestions: Suggestions) -> None:
     suggestions.add("a", BEFORE, AFTER, "urn 0\n")
     assert suggestions.find("a", BEFORE, AFTER) == "urn 0\n"
