@@ -53,7 +53,7 @@ def with_hint(body: bytes) -> bytes | None:
         return None
     try:
         request = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     text = _read_text(request.get("prediction")) if isinstance(request, dict) else None
     if text is None:

@@ -46,7 +46,16 @@ def test_a_prediction_becomes_a_hint(content, pieces):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[1]", b'{"prediction"', b'{"prompt": "a"}', b'{"prediction": 3}', b'{"prediction": {"type": "content", "content": [3]}}'],
+    [
+        b'{"prediction": ' + b"[" * 100_000,
+        b"",
+        b"[1]",
+        b'{"prediction"',
+        b'{"prompt": "a"}',
+        b'{"prediction": 3}',
+        b'{"prediction": {"type": "content", "content": [3]}}',
+    ],
+    ids=range(7),
 )
 def test_everything_else_goes_on_as_it_came(body):
     assert through(body) == body
