@@ -83,18 +83,24 @@ def open_host_syntax(tokenizer: Any, vocab_size: int) -> SyntaxTable:
 
 
 def prediction_ids(prediction: Prompt | None, tokenizer: Any, vocab_size: int) -> np.ndarray | None:
-    """Return the token ids [n] int32 of a prediction, text or token ids. Raises InvalidInputError, TokenizerError."""
+    """Return the token ids [n] int32 of a prediction, text or token ids. `tokenizer`: of transformers, or a `tokenizers.Tokenizer`.
+
+    Raises InvalidInputError, TokenizerError.
+    """
     if prediction is None:
         return None
-    return Encoding(tokenizer, vocab_size).encode(prediction, "prediction", add_special_tokens=False)
+    return Encoding(_wrap_tokenizer(tokenizer), vocab_size).encode(prediction, "prediction", add_special_tokens=False)
 
 
 class _Backend:
     """A tokenizer of the `tokenizers` library, wrapped to look like one of transformers."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.backend_tokenizer = tokenizer
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
 
 def _wrap_tokenizer(tokenizer: Any) -> Any:
-    return tokenizer if tokenizer is None or hasattr(tokenizer, "backend_tokenizer") else _Backend(tokenizer)
+    return _Backend(tokenizer) if isinstance(tokenizer, Tokenizer) else tokenizer

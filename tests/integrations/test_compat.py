@@ -4,7 +4,20 @@ import logging
 import threading
 import time
 
+import pytest
+import tiny
+
+from ngramspec.errors import TokenizerError
 from ngramspec.integrations import compat
+
+
+def test_a_prediction_is_encoded_by_a_tokenizer_of_either_library():
+    tokenizer = tiny.byte_tokenizer()
+    expected = tokenizer("x = 1", add_special_tokens=False)["input_ids"]
+    for each in (tokenizer, tokenizer.backend_tokenizer):
+        assert compat.prediction_ids("x = 1", each, 1000).tolist() == expected
+    with pytest.raises(TokenizerError):
+        compat.prediction_ids("x = 1", None, 1000)
 
 
 def test_who_waits_for_a_compiler_is_told(monkeypatch, caplog):
