@@ -104,7 +104,6 @@ class Scheduler:
             while not self.tables.reserve(seq.slot, seq.n_tokens):
                 youngest = self.running[-1]
                 preempted.append(self.preempt(youngest))
-                work = [w for w in work if w.seq is not youngest]
                 if youngest is seq:
                     break
             if seq.slot >= 0:
