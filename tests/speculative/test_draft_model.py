@@ -5,7 +5,7 @@ The target is a tiny random model; its drafter has the same weights, or nearly t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +17,12 @@ from scipy.stats import chi2_contingency
 from test_exact import GREEDY, PENALISED, SAMPLED, prompts, tight_pool
 from transformers import PreTrainedModel
 
+from ngramspec.backends.base import Output
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.outputs import Completion, Stats
 from ngramspec.papers.registry import make_drafter
+from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative.budget.backoff import DrafterBackoff
 from ngramspec.speculative.budget.step_timer import StepTimer
@@ -87,6 +89,25 @@ def test_what_knows_the_truth_is_always_right(
             by_chance = acceptance == "rejection" and params.temperature > 0
             assert {d.exactness for d in done} == {"distribution" if by_chance else engine.exactness}
             assert by_chance or [d.token_ids for d in done] == truth[id(params)]
+        check_empty(engine, drafter)
+
+
+@pytest.mark.parametrize("make", [lambda: DraftModel(near(), branches=2), lambda: DraftLayers(1)], ids=["model", "layers"])
+def test_a_pass_that_does_not_fit_into_memory_switches_no_drafter_off(make: Callable[[], StepwiseDrafter]) -> None:
+    drafter = make()
+    with build(alone=drafter) as engine:
+        plain = engine.complete(PROMPTS[0], GREEDY, speculation=False).token_ids
+        forward, n_nodes = engine.runner.forward, list[int]()
+
+        def fail_once(batch: Batch) -> Output:
+            n_nodes.extend(len(span.tree) for span in batch.spans if span.tree)
+            if len(n_nodes) == 2:
+                raise torch.OutOfMemoryError("no memory")
+            return forward(batch)
+
+        engine.runner.forward = fail_once  # type: ignore[method-assign]
+        assert engine.complete(PROMPTS[0], GREEDY).token_ids == plain
+        assert len(n_nodes) > 3, "there were drafts after it"
         check_empty(engine, drafter)
 
 

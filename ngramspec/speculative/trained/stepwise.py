@@ -195,7 +195,7 @@ class StepwiseDrafter(ABC):
         if chains.level == chains.depth:
             return None
         if chains.level == 0:
-            first, state.computed = state.computed, n
+            first, state.computed = min(state.computed, n - 1), n  # all are, if the pass after the last draft has failed
             return Span(seq, state.tokens[first:], first)
         tree = chains.tree
         if chains.n_rows == 1:
