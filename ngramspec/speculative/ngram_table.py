@@ -311,7 +311,7 @@ def follow_text(tokens, mask, oldest, length, at, matched, misses, token):
     for d in range(1, SCAN_AHEAD + 1):
         if at + d < length and tokens[(at + d) & mask] == token:
             return at + d + 1, 1, misses
-        if d <= SCAN_BACK and at - d >= oldest and tokens[(at - d) & mask] == token:
+        if d <= SCAN_BACK and oldest <= at - d < length and tokens[(at - d) & mask] == token:
             return at - d + 1, 1, misses
     return at + 1 if misses & 2 == 0 else at, 0, misses
 

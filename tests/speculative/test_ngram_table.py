@@ -163,3 +163,19 @@ def test_memory_is_bounded_and_freed():
     assert sizes[-1] < 500 * 2000
     proposer.end(0)
     assert memory(proposer) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(0, 4), min_size=1, max_size=60))
+def test_following_a_text_reads_nothing_beside_it(text, tokens):
+    """Neither what is before the text nor what is after it; the position may be one beyond its end."""
+
+    def follow(beside):
+        padded = np.array([beside] * 60 + text + [beside] * 60, np.int32)[60:]
+        state, states = (np.int64(0), np.int64(0), np.int64(0)), []
+        for token in tokens:
+            state = ngram_table.follow_text(padded, np.int64(-1), np.int64(0), np.int64(len(text)), *state, np.int64(token))
+            states.append(state)
+        return states
+
+    assert follow(4) == follow(5)
