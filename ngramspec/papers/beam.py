@@ -185,9 +185,8 @@ class BeamSearch:
             if not pool.reserve(self.slots[beam.lane], len(beam.tokens)):
                 raise self._make_full_error(len(beam.tokens))
         for beam, tree in zip(self.beams, self._choose_trees(), strict=True):
-            n = min(len(tree), pool.max_blocks * BLOCK - len(beam.tokens))
-            while n and not pool.reserve(self.slots[beam.lane], len(beam.tokens) + n):  # a full pool: a smaller tree
-                n //= 2
+            most = min(len(tree), pool.max_blocks * BLOCK - len(beam.tokens))
+            n = pool.reserve_after(self.slots[beam.lane], len(beam.tokens), most)  # a full pool: a smaller tree
             beam.tree = tree.take_first(n) if n else None
 
     def _choose_trees(self) -> list[DraftTree]:

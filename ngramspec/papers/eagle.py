@@ -24,8 +24,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.papers.heads import NOTHING, check_shapes, read_checkpoint
-from ngramspec.speculative.drafter import Candidates
+from ngramspec.papers.heads import check_shapes, read_checkpoint
+from ngramspec.speculative.drafter import NOTHING, Candidates
 
 # Prefixes of tensor names that only EAGLE-3 has.
 EAGLE_3 = ("d2t", "t2d", "midlayer.", "lm_head.", "norm.")

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ngramspec.errors import ModelNotFoundError, UnsupportedModelError
 from ngramspec.papers.shape import Shape, best_first
-from ngramspec.speculative.drafter import Candidates
+from ngramspec.speculative.drafter import NOTHING, Candidates
 
 # Assumed probability that the first head's candidate of each rank is the model's token, and its factor per further head.
 RANKS = (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)
@@ -146,6 +146,3 @@ class Medusa(Heads):
             logits = self._lm_head(x) if projection is None else F.linear(x, projection)
             found.append(logits.topk(self.top).indices)
         return torch.stack(found, 1).numpy().astype(np.int32)
-
-
-NOTHING = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))

@@ -46,6 +46,7 @@ def is_sound(candidates: object, vocab_size: int) -> bool:
         return False
 
 
+NOTHING = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
 NO_TREE = DraftTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
 
 # Slot, tokens [n] int32, and names of the datastores to draft from (None: all).

@@ -17,6 +17,7 @@ from ngramspec.datastore.similar_files import VectorIndex
 from ngramspec.outputs import DraftTree
 from ngramspec.speculative.drafter import (
     DRAFT_DEFAULTS,
+    NOTHING,
     Candidates,
     CanDraw,
     Drafter,
@@ -80,7 +81,7 @@ class SingleDrafter(Speculator):
         if answer is not None and not (is_list and all(is_sound(candidates, self.vocab_size) for candidates in answer)):
             log.error("drafter %r gave a malformed tree and is switched off", self.source_names[0])
             self.drafter = answer = None
-        answer = answer or [_NOTHING] * len(seqs)
+        answer = answer or [NOTHING] * len(seqs)
         trees = [
             self._cut_tree(candidates, min(int(depth), self.spec_length), room) for candidates, depth in zip(answer, max_depth, strict=True)
         ]
@@ -137,6 +138,3 @@ class SingleDrafter(Speculator):
             log.exception("drafter %r failed in %s and is switched off", self.source_names[0], what)
             self.drafter = None
             return None
-
-
-_NOTHING = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))

@@ -17,7 +17,7 @@ from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Batch, Span, pack
 from ngramspec.sampling.sampler import Sampler
-from ngramspec.speculative.drafter import Candidates, SequenceInfo
+from ngramspec.speculative.drafter import NOTHING, Candidates, SequenceInfo
 
 LENGTH = 5
 
@@ -163,8 +163,7 @@ class StepwiseDrafter(ABC):
                 chains = drafting[span.slot].chains
                 assert chains is not None
                 chains.grow(output.get_logits(end - chains.n_rows, end))
-        empty = Candidates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
-        return [empty if (chains := self._state_of[seq].chains) is None else chains.candidates for seq in seqs]
+        return [NOTHING if (chains := self._state_of[seq].chains) is None else chains.candidates for seq in seqs]
 
     def _plan_depth(self, seq: int, state: StepwiseState, budget: int) -> int:
         """Return how many levels to draft, with room for the keys and values of all but the last; 0: none."""
