@@ -11,16 +11,17 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import watchfiles
 from tokenizers import Tokenizer
 
-from . import file_filters
+from . import file_filters, git_folder
 from .beneath import ConfinedFolder
 from .corpus import CorpusSource
 from .errors import DatastoreError
+from .git_folder import GitRepository
 from .manifest import read_manifest
 from .progress import Summary
 from .segment_writer import VectorFunction
@@ -91,11 +92,13 @@ def _wait_for_changes(store: Path, sources: Sequence[CorpusSource], stop: thread
     if not roots:
         while not stop.wait(POLL_MS / 1000):
             yield False
-    wanted = _ChangeFilter(store, sources)
     while not stop.is_set():
+        folders = [folder for root in roots for folder in _list_folders(root)]
+        found = (_find_repository(folder, is_source=folder in roots) for folder in folders)
+        git_folders = {repository.folder for repository in found if repository is not None}
         changes = watchfiles.watch(
-            *(roots if WATCHES_STAY_INSIDE else (each for root in roots for each in _list_folders(root))),
-            watch_filter=wanted,
+            *{*(roots if WATCHES_STAY_INSIDE else folders), *git_folders},
+            watch_filter=_ChangeFilter(store, sources, git_folders),
             debounce=DEBOUNCE_MS,
             step=50,
             rust_timeout=POLL_MS,
@@ -120,7 +123,7 @@ def _wait_for_changes(store: Path, sources: Sequence[CorpusSource], stop: thread
 
 
 def _list_folders(root: str) -> Iterator[str]:
-    """Yield the folders to watch: those of a source that may hold text, and those of git's that hold an index. Links are not followed."""
+    """Yield the folders to watch: those of a source that may hold text, and those of git's in them. Links are not followed."""
     with contextlib.suppress(OSError), ConfinedFolder(root, in_git=True) as tree:
         pending = [""]
         while pending:
@@ -130,6 +133,12 @@ def _list_folders(root: str) -> Iterator[str]:
                 folders = [f"{here}/{name}" if here else name for name, kind in tree.list_folder(here) if kind == stat.S_IFDIR]
                 pending += [path for path in folders if path.rpartition("/")[2] not in file_filters.SKIPPED_FOLDERS]
                 yield from (f"{root}/{path}" for path in folders if path.rpartition("/")[2] == ".git")
+
+
+def _find_repository(folder: str, *, is_source: bool) -> GitRepository | None:
+    """Return the repository that begins at a folder, or, for a source, that it lies in. The index of a submodule or a linked working tree
+    lies elsewhere, and so does that of a source that is a folder of a repository."""
+    return git_folder.find_repository(folder) if is_source else git_folder.open_repository(folder)
 
 
 def _is_folder(path: str) -> bool:
@@ -142,13 +151,16 @@ def _is_folder(path: str) -> bool:
 class _ChangeFilter:
     """Which changes matter: not the store's own files nor those of tools, but git's index, for a file may be tracked from now on."""
 
-    def __init__(self, store: Path, sources: Sequence[CorpusSource]) -> None:
+    def __init__(self, store: Path, sources: Sequence[CorpusSource], git_folders: Iterable[str]) -> None:
+        self.indexes = {f"{folder}/index" for folder in git_folders}
         self.store = os.path.realpath(store) + "/"
         self.roots = sorted((source.path for source in sources if source.folder), key=len, reverse=True)
 
     def __call__(self, change: watchfiles.Change, path: str) -> bool:
         if path.startswith(self.store):
             return False
+        if path in self.indexes:
+            return True
         root = next((root for root in self.roots if path.startswith(root + "/")), "")
         inner = path[len(root) + 1 :]
         return inner.endswith((".git/index", ".git")) or not file_filters.SKIPPED_FOLDERS.intersection(inner.split("/"))

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -873,6 +874,39 @@ def test_a_saved_file_is_soon_in_the_store(corpus: Path, tmp_path: Path, backend
     assert texts(store) == contents(corpus) | {str(single): "s = 22\n"}
     assert len(outcomes) == 4
     assert is_tidy(store)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("source", ["main", "main/src", "linked", "above"])
+def test_a_file_is_in_the_store_soon_after_git_tracks_it(tmp_path: Path, backend: Tokenizer, source: str) -> None:
+    """The index lies in the source, in a folder above it, and elsewhere: of a linked working tree and of a submodule."""
+
+    def git(folder: str, *arguments: str) -> None:
+        settings = ("protocol.file.allow=always", "user.name=n", "user.email=e@x")
+        options = [part for setting in settings for part in ("-c", setting)]
+        subprocess.run(["git", *options, "-C", str(tmp_path / folder), *arguments], check=True, capture_output=True)
+
+    for name in ("main", "above"):
+        fill(tmp_path, {f"{name}/src/a.py": f"{name} = 1\n"})
+        git(name, "init", "-q")
+        git(name, "add", ".")
+        git(name, "commit", "-qm", "1")
+    git("main", "worktree", "add", "-q", str(tmp_path / "linked"))
+    git("above", "submodule", "add", "-q", str(tmp_path / "main"), "module")
+    inner = {"main/src": "main", "above": "above/module"}.get(source, source)
+    fill(tmp_path, {f"{inner}/src/new.py": "tracked = 1\n"})
+    build([tmp_path / source], tmp_path / "store", backend, "bytes")
+    stop, ready, outcomes = threading.Event(), threading.Event(), SimpleQueue[Any]()
+    arguments = {"stop": stop, "on_ready": lambda _: ready.set(), "on_outcome": outcomes.put}
+    thread = threading.Thread(target=watch, args=(tmp_path / "store",), kwargs=arguments)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        git(inner, "add", "src/new.py")
+        assert outcomes.get(timeout=60).added == 1
+    finally:
+        stop.set()
+        thread.join(60)
 
 
 def test_watching_needs_a_store(tmp_path: Path, backend: Tokenizer) -> None:
