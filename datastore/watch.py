@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from .update import get_encoder, parse_sources, update
 
 DEBOUNCE_MS = 250  # an editor's several writes of one save; a checkout of many files takes as long as it takes
 POLL_MS = 1000
+# pause after an update that found nothing new, in times what it took: a build or a log in an ignored folder may change without end
+VAIN_FACTOR = 4
 # Whether a recursive watch stays in its folder. On Linux it follows links, which may lead to `/`: there each folder gets a watch.
 WATCHES_STAY_INSIDE = sys.platform in ("darwin", "win32")
 Outcome = Summary | DatastoreError | OSError
@@ -68,6 +71,7 @@ def watch(
     before = _read_stamps(single)
     pending, reported, started = True, "", False  # something may have changed between the first update and the watching
     for changed in _wait_for_changes(folder, sources, stop):
+        began_s, pause_s = time.monotonic(), 0.0
         now = _read_stamps(single)  # editors replace a file by another, so that a watch on the file itself would end
         if changed or now != before or pending:
             try:
@@ -76,6 +80,8 @@ def watch(
                 before = now
                 if outcome.committed:
                     on_outcome(outcome)
+                else:
+                    pause_s = VAIN_FACTOR * (time.monotonic() - began_s)
             except (DatastoreError, OSError) as error:
                 pending = True
                 if str(error) != reported:
@@ -84,6 +90,7 @@ def watch(
         if not started:
             started = True
             on_ready(sources)
+        stop.wait(pause_s)
 
 
 def _wait_for_changes(store: Path, sources: Sequence[CorpusSource], stop: threading.Event) -> Iterator[bool]:

@@ -48,6 +48,7 @@ from ngramspec.datastore import format as stored
 from ngramspec.datastore import manifest as manifests
 from ngramspec.datastore import tokens as token_files
 from ngramspec.datastore import update as updating
+from ngramspec.datastore import watch as watching
 from ngramspec.datastore.build import build
 from ngramspec.datastore.commit import lock_for_writing
 from ngramspec.datastore.corpus import CorpusError
@@ -903,6 +904,41 @@ def test_a_file_is_in_the_store_soon_after_git_tracks_it(tmp_path: Path, backend
     try:
         assert ready.wait(60)
         git(inner, "add", "src/new.py")
+        assert outcomes.get(timeout=60).added == 1
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+def test_changes_that_matter_to_nothing_leave_most_of_the_time_to_others(
+    corpus: Path, tmp_path: Path, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(corpus, {".gitignore": "logs/\n", "logs/a.txt": ""})
+    build([corpus], tmp_path / "store", backend, "bytes")
+    busy_s: list[float] = []
+
+    def measured(*arguments: Any, **more: Any) -> Any:
+        began_s = time.monotonic()
+        time.sleep(0.3)  # a large tree
+        try:
+            return update(*arguments, **more)
+        finally:
+            busy_s.append(time.monotonic() - began_s)
+
+    monkeypatch.setattr(watching, "update", measured)
+    stop, ready, outcomes = threading.Event(), threading.Event(), SimpleQueue[Any]()
+    arguments = {"stop": stop, "on_ready": lambda _: ready.set(), "on_outcome": outcomes.put}
+    thread = threading.Thread(target=watch, args=(tmp_path / "store",), kwargs=arguments)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        busy_s.clear()
+        began_s = time.monotonic()
+        while len(busy_s) < 5:
+            (corpus / "logs" / "a.txt").write_text(f"{time.monotonic()}\n")
+            time.sleep(0.02)
+        assert sum(busy_s[:4]) < 0.3 * (time.monotonic() - began_s)
+        (corpus / "new.py").write_text("saved = 1\n")
         assert outcomes.get(timeout=60).added == 1
     finally:
         stop.set()
