@@ -28,7 +28,7 @@ from .errors import CorpusError
 from .listing import Listing, Skipped, to_encodable
 
 # version of what belongs into a corpus and how its text is read. A store that was built by other rules is read anew by its next update
-RULES = 2
+RULES = 3
 MAX_FILE_SIZE = 1 << 20  # bytes, unless the user says otherwise
 TEXT_FIELDS = ("text", "content", "code")  # of .jsonl rows, the first there is
 # A file changed within this time before it was read may change again and keep its time: it is not taken for unchanged later

@@ -146,6 +146,13 @@ def test_a_name_decides(name: str, reason: str | None) -> None:
     assert file_filters.find_name_reason(name, frozenset({"python"}), chosen=False) == reason
 
 
+@pytest.mark.parametrize(
+    "name", ["show.html.erb", "Index.cshtml", "page.heex", "post.mdx", "Home.astro", "App.csproj", "Form1.vb", "Makefile.am"]
+)
+def test_templates_and_project_files_of_common_frameworks_are_text(name: str) -> None:
+    assert file_filters.find_name_reason(name, frozenset(), chosen=False) is None
+
+
 def test_a_secret_stays_out_even_when_it_is_asked_for(tmp_path: Path) -> None:
     write(tmp_path, {".env": "TOKEN=1\n", "a.py": "x\n"})
     assert walk(tmp_path, include=("*",))[0] == {"a.py": "x\n"}
