@@ -17,11 +17,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPBearer
-from pydantic import ValidationError
 
 from ngramspec.server import logs
 from ngramspec.server.error_responses import ApiError
-from ngramspec.server.field_errors import describe_field_error
 from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import Key, ServerSettings
 
@@ -112,8 +110,7 @@ class Keyring:
         try:
             self._set_keys(self._settings.load_keys())
         except ValueError as error:
-            first = describe_field_error(error.errors()[0]) if isinstance(error, ValidationError) else str(error)  # which holds no key
-            logs.log_event("keys", f"the file of keys has changed and cannot be used, the keys before still hold: {first}")
+            logs.log_event("keys", f"the file of keys has changed and cannot be used, the keys before still hold: {error}")  # holds no key
         else:
             logs.log_event("keys", f"the file of keys has changed: {len(self._keys)} keys hold now")
 

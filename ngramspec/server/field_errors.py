@@ -32,6 +32,8 @@ _WORDS = {
     "too_long": "must have at most {max_length} entries, has {actual_length}",
     "string_too_short": "must have {min_length} or more characters",
     "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match the regular expression {pattern}",
+    "extra_forbidden": "is no field",
     "value_error": "{error}",
 } | dict.fromkeys(("model_type", "model_attributes_type", "dict_type", "dict_attributes_type"), "must be an object")
 

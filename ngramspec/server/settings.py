@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import jinja2
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from ngramspec.datastore.cache_dir import expand_home
@@ -20,6 +31,7 @@ from ngramspec.options import options_of
 from ngramspec.prompts.fim import MIDDLE_LINES, FimOptions, Order, Window
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.sampling_params import SamplingParams
+from ngramspec.server.field_errors import describe_field_error
 
 # Characters of a key: a shorter one is guessed.
 MIN_KEY = 8
@@ -94,11 +106,12 @@ def _parse_keys(value: Any) -> Any:
     """Return keys from the environment: JSON, or `key`s and `name:key`s with blanks, commas or line ends between them."""
     if not isinstance(value, str):
         return [_parse_key(each) if isinstance(each, str) else each for each in value] if isinstance(value, (list, tuple)) else value
-    if value.lstrip().startswith("["):
+    if value.lstrip().startswith(("[", "{")):
         try:
-            return json.loads(value)
+            parsed = json.loads(value)
         except ValueError as error:
             raise ValueError(f"the keys are not JSON: {error}") from None
+        return parsed if isinstance(parsed, list) else [parsed]
     return [_parse_key(part) for part in value.replace(",", " ").split()]
 
 
@@ -112,12 +125,25 @@ def _parse_key(text: str) -> dict[str, str]:
 def read_keys(path: Path) -> list[Key]:
     """Return the keys in a file: a JSON list of `Key`s, or lines `key` or `name:key`; # begins a comment. Raises OSError, ValueError."""
     text = path.read_text("utf-8-sig")  # without the mark of bytes' order that editors of Windows write
-    if not text.lstrip().startswith("["):
+    if not text.lstrip().startswith(("[", "{")):
         text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    keys = [Key.model_validate(each) for each in _parse_keys(text)]
+    keys: list[Key] = []
+    for place, each in enumerate(_parse_keys(text), 1):
+        try:
+            keys.append(Key.model_validate(each))
+        except ValidationError as error:  # which names a field of the key, as if that were a setting
+            first = error.errors()[0]
+            field = "".join(f"{part}: " for part in first["loc"])
+            raise ValueError(f"{path}: key {place}: {field}{describe_field_error(first)}") from None
     if not keys:
         raise ValueError(f"{path} holds no key")
     return keys
+
+
+def _check_route_prefix(path: str) -> str:
+    if not re.fullmatch(r"(/[\w.~-]+)*", path):
+        raise ValueError("must be a path such as /llm, which begins with a slash and does not end in one")
+    return path
 
 
 # A statement of transformers alone; it marks what a model writes, and changes no prompt.
@@ -193,9 +219,9 @@ class ServerSettings(BaseSettings):
     """Words that the list of models says of it, as llama.cpp's does; they change nothing."""
     strict_model: bool = False
     """Refuse requests that name another model, with 404. Else any name is answered by the one model, as llama.cpp does."""
-    api_prefix: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")
+    api_prefix: Annotated[str, AfterValidator(_check_route_prefix)] = ""
     """All routes are under this path, such as /llm."""
-    root_path: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")
+    root_path: Annotated[str, AfterValidator(_check_route_prefix)] = ""
     """The path at which a proxy shows the server, such as /llm: requests may have it in front, or not."""
     chat_template: Annotated[str, BeforeValidator(_read_template)] = ""
     """Jinja, a file of it, or a name of llama.cpp's such as chatml, in place of the model's own template."""

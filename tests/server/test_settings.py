@@ -166,6 +166,8 @@ def test_candidates_are_shared_among_one(ran: list[Any], options: list[str], rec
         (["--drain-timeout", "-1"], "--drain-timeout: must be"),
         (["--log-format", "xml"], "--log-format: must be 'text' or 'json'"),
         (["--fim-window", "some"], "number of lines, or any"),
+        (["--root-path", "/llm/"], "--root-path: must be a path such as /llm"),
+        (["--api-prefix", "llm"], "--api-prefix: must be a path such as /llm"),
         (["--kv-memory", "lots"], "--kv-memory"),
         (["-d", "a=x", "-d", "a=y"], "given twice"),
     ],
@@ -175,6 +177,24 @@ def test_bad_options(ran: list[Any], options: list[str], told: str) -> None:
     assert isinstance(result.exception, cli.BadInputError)
     assert told in str(result.exception)
     assert "good-long-key" not in str(result.exception)
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ('[{"key": "good-long-key"}, {"key": "short"}]', "key 2: key: a key must be 8 or more"),
+        ('[{"key": "good-long-key", "nam": "ci"}]', "key 1: nam: is no field"),
+        ('{"key": "good-long-key", "name": "a b"}', "key 1: name: must match"),
+        ("ci:good-long-key\nshort", "key 2: key: a key must be 8 or more"),
+    ],
+)
+def test_errors_of_a_file_of_keys_name_the_file_and_the_entry(ran: list[Any], tmp_path: Path, keys: str, told: str) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(keys)
+    message = str(serve("--api-key-file", str(file)).exception)
+    assert message.startswith(f"{file}: {told}")
+    assert "good-long-key" not in message
     assert not ran
 
 
