@@ -102,10 +102,17 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES.get(name) or ("outputs" if name in _TYPES else "errors")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    try:
+        value = getattr(importlib.import_module(f".{home}", __name__), name)
+    except ModuleNotFoundError as error:
+        from ngramspec.errors import MissingPackageError, explain_missing_package
+
+        if message := explain_missing_package(error, name):
+            raise MissingPackageError(message) from error
+        raise
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

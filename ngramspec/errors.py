@@ -1,8 +1,27 @@
 """The errors that a user can meet, each with a type of its own, so that callers need not read messages."""
 
+# Modules by the extra of pyproject.toml that installs them.
+_EXTRAS = {
+    "engine": (
+        "torch",
+        "transformers",
+        "accelerate",
+        "gguf",
+        "safetensors",
+        "huggingface_hub",
+        "filelock",
+        "jinja2",
+        "llguidance",
+        "regex",
+        "jsonschema_rs",
+    ),
+    "server": ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "pydantic", "pydantic_settings", "starlette"),
+}
+
 
 class NgramspecError(Exception):
-    """The base of all errors raised on purpose. The message names the offending value and what would be accepted."""
+    """The base of all errors raised on purpose, but for those of datastores, whose base is `ngramspec.datastore.DatastoreError`. The
+    message names the offending value and what would be accepted."""
 
 
 class InvalidInputError(NgramspecError, ValueError):
@@ -30,8 +49,8 @@ class HostVersionError(NgramspecError):
     """A host engine (vLLM, transformers, llama-cpp-python) has an untested version; the message names the tested ones."""
 
 
-class MissingPackageError(NgramspecError):
-    """The device needs a package that is not installed; the message names it."""
+class MissingPackageError(NgramspecError, ImportError):
+    """What was asked for needs a package that is not installed; the message names it."""
 
 
 class RemoteCodeError(UnsupportedModelError):
@@ -56,3 +75,14 @@ class EngineClosedError(NgramspecError, RuntimeError):
 
 class CallbackError(NgramspecError, RuntimeError):
     """A `deliver` callback asked for what only the engine's own thread could do, in which it runs itself: it would wait forever."""
+
+
+def explain_missing_package(error: Exception, what: str) -> str | None:
+    """Return which package `what` lacks and which extra installs it; None if the error is not of a module of an extra."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    package = error.name.split(".")[0]
+    for extra, packages in _EXTRAS.items():
+        if package in packages:
+            return f"{package} is not installed, which {what} needs; run: pip install 'ngramspec[{extra}]'"
+    return None

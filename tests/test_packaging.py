@@ -82,6 +82,24 @@ def test_a_base_installation_says_what_a_command_needs(package: str, command: st
     )
 
 
+def test_a_base_installation_says_what_the_engine_needs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\nfound = m.version\n"
+        "def version(name):\n    if name == 'transformers':\n        raise m.PackageNotFoundError(name)\n    return found(name)\n"
+        "m.version = version\n"
+    )
+    code = "try:\n    from ngramspec import Engine\nexcept ImportError as error:\n    print(type(error).__name__, error)"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    told = "transformers is not installed, which Engine needs; run: pip install 'ngramspec[engine]'"
+    assert done.stdout.strip() == f"MissingPackageError {told}"
+
+
+def test_the_package_lists_its_public_names_alone() -> None:
+    assert dir(ngramspec) == sorted(ngramspec.__all__)
+    assert dir(ngramspec.datastore) == sorted(ngramspec.datastore.__all__)
+
+
 def test_every_package_of_an_extra_is_known_by_its_module() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in ("engine", "server"):

@@ -37,33 +37,12 @@ class MissingPackagesError(Exception):
     """A command needs packages that this installation was made without. The message says which command brings them."""
 
 
-_EXTRAS = {
-    "engine": (
-        "torch",
-        "transformers",
-        "accelerate",
-        "gguf",
-        "safetensors",
-        "huggingface_hub",
-        "filelock",
-        "jinja2",
-        "llguidance",
-        "regex",
-        "jsonschema_rs",
-    ),
-    "server": ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "pydantic", "pydantic_settings", "starlette"),
-}
-
-
 def missing_packages(error: Exception) -> MissingPackagesError | None:
     """Return what to tell of a module that was not found because it belongs to an extra; None for any other error."""
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return None
-    package = error.name.split(".")[0]
-    for extra, packages in _EXTRAS.items():
-        if package in packages:
-            return MissingPackagesError(f"{package} is not installed, which this command needs; run: pip install 'ngramspec[{extra}]'")
-    return None
+    from ngramspec.errors import explain_missing_package
+
+    message = explain_missing_package(error, "this command")
+    return MissingPackagesError(message) if message else None
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
