@@ -219,7 +219,7 @@ def verify(
     store: StoreArgument,
     headers: Annotated[bool, typer.Option("--headers", help="Only what every opening checks; takes milliseconds.")] = False,
 ) -> None:
-    """Check every byte of a datastore: checksums, the order of the suffixes, documents and paths. Exit code 1 where it is damaged."""
+    """Check every byte of a datastore: checksums, the order of the suffixes, documents and paths. Exit code 1 if it is damaged."""
     from ngramspec.datastore.reader import Datastore
 
     with Datastore.open(store, verify="header" if headers else "full") as opened:

@@ -97,7 +97,7 @@ _MAKERS: dict[str, Callable[[str], Drafter]] = {
 # Drafters and the meaning of their arguments.
 NAMES: dict[str, str] = {
     "lookahead": "lookahead:W,N,G, n-grams from Jacobi iteration: window, n-gram size, guesses (7,5,7)",
-    "recycling": "recycling:NODES, the model's own candidates behind each token (80)",
+    "recycling": "recycling:NODES, the model's own candidates after each token (80)",
     "medusa": "medusa:FOLDER, Medusa heads",
     "blockwise": "blockwise:FOLDER, a layer that guesses a block",
     "pass": "pass:ID,ID,..., the model's own look-ahead tokens",

@@ -7,7 +7,7 @@ export const SOURCES = {
   prediction: { name: "expected output", says: "The expected output goes on like this." },
   similar: { name: "similar file", says: "From the datastore's files that are most like the prompt." },
   answers: { name: "earlier answer", says: "An answer that was given before goes on like this." },
-  recycled: { name: "own candidates", says: "What the model itself thought likely when it last stood behind these words." },
+  recycled: { name: "own candidates", says: "What the model itself thought likely when these words last occurred." },
   syntax: { name: "syntax", says: "Source code usually goes on like this." },
   other: { name: "other drafter", says: "From a further source that the server was started with." },
 };
