@@ -5,6 +5,7 @@ Dicts enter, turns and a `Toolbox` leave; every error names the field at fault. 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -61,7 +62,8 @@ def _read_message(message: Any, where: str, names: Mapping[str, str]) -> Turn:
     if calls and role != ASSISTANT:
         raise InvalidInputError(f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
     content = message.get("content")
-    if content is None and not calls:
+    may_be_none = role in (ASSISTANT, TOOL) and "content" in message
+    if content is None and not (calls or may_be_none):
         raise InvalidInputError(f"{where}.content: is missing", param=f"{where}.content")
     text = _join_parts(content, f"{where}.content", MEDIA if role == TOOL else ())
     if role != TOOL:
@@ -78,8 +80,9 @@ def _read_call(call: Any, where: str) -> Call:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise _make_error(where, 'must be {"id": …, "type": "function", "function": {"name": …, "arguments": "…"}}', call)
-    name, arguments = (_read_text(function.get(each), f"{where}.function.{each}") for each in ("name", "arguments"))
-    return Call(_read_text(call.get("id", ""), f"{where}.id"), name, arguments)
+    name, given = _read_text(function.get("name"), f"{where}.function.name"), function.get("arguments")
+    arguments = json.dumps(given, ensure_ascii=False) if isinstance(given, Mapping) else given
+    return Call(_read_text(call.get("id", ""), f"{where}.id"), name, _read_text(arguments, f"{where}.function.arguments"))
 
 
 def _join_parts(content: Any, where: str, named: Container[object]) -> str:
@@ -90,6 +93,9 @@ def _join_parts(content: Any, where: str, named: Container[object]) -> str:
         raise _make_error(where, "must be text, or a list of parts of type text", content)
     texts = []
     for i, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(_read_text(part, f"{where}[{i}]"))
+            continue
         if isinstance(part, Mapping) and part.get("type") in named:
             texts.append(name_omitted(part["type"]))
             continue

@@ -58,7 +58,13 @@ ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 class FunctionCalled(StrictModel):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None
+    """JSON as text, or the object itself, as in llama.cpp; null: none."""
+
+    @property
+    def text(self) -> str:
+        """The arguments as the model wrote them."""
+        return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments or {}, ensure_ascii=False)
 
 
 class CustomCalled(StrictModel):
@@ -118,7 +124,7 @@ def read_calls(calls: Sequence[ToolCalled] | None, where: str) -> tuple[Call, ..
         if call.type == "custom" and call.custom is not None:
             made.append(Call(call.id, call.custom.name, json.dumps({"input": call.custom.input})))
         elif call.type in (None, "function") and call.function is not None:
-            made.append(Call(call.id, call.function.name, call.function.arguments))
+            made.append(Call(call.id, call.function.name, call.function.text))
         else:
             raise make_field_error(f"{where}.tool_calls[{i}]", "must be of type 'function', with a function, or of type 'custom'")
     return tuple(made)

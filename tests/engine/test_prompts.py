@@ -157,6 +157,17 @@ def test_chat_asks_what_the_template_asks(engine: Engine) -> None:
     assert hostile.completion.prompt_token_ids.count(engine.tokenize("<|im_end|>")[-1]) == 1
 
 
+def test_messages_as_other_libraries_write_them(engine: Engine) -> None:
+    """Texts among parts, arguments as a dict, and nothing said or returned; the server takes the same."""
+    said = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": "é"}}}]}
+    result = {"role": "tool", "tool_call_id": "1", "content": None}
+    messages = [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}, said, result, {"role": "assistant", "content": None}]
+    reply = engine.chat([*messages, *QUESTION], max_tokens=1)
+    turns = [Turn("user", "a\nb"), Turn("assistant", "", (Call("1", "f", '{"a": "é"}'),)), Turn("tool", "", call_id="1", name="f")]
+    asked = [*turns, Turn("assistant", ""), Turn("user", "Why?")]
+    assert reply.completion.prompt_token_ids == Prompts(engine).chat(asked)
+
+
 def test_an_answer_may_fill_the_context(engine: Engine) -> None:
     reply = engine.chat(QUESTION, ignore_eos=True)
     assert len(reply.completion.prompt_token_ids) + len(reply.completion.token_ids) == engine.max_model_len

@@ -483,6 +483,34 @@ def test_the_template_can_be_seen(client: httpx.Client, engine: Engine) -> None:
     assert client.post("/apply-template", json={"messages": []}).status_code == 400
 
 
+def test_messages_as_other_servers_take_them(client: httpx.Client) -> None:
+    """Texts among parts as in vLLM, arguments as an object and empty messages as in llama.cpp: clients send the same with every turn."""
+    call = {"id": "1", "type": "function", "function": {"name": "draw", "arguments": '{"a": "é", "b": [1, null]}'}}
+    said: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result: dict[str, Any] = {"role": "tool", "tool_call_id": "1", "content": ""}
+    user: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    plain = [user, said, result, {"role": "assistant", "content": ""}, user]
+
+    def call_with(arguments: Any) -> dict[str, Any]:
+        return said | {"tool_calls": [call | {"function": {"name": "draw", "arguments": arguments}}]}
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        made = client.post("/apply-template", json={"messages": messages, "tools": TOOLS})
+        assert made.status_code == 200, made.text
+        return str(made.json()["prompt"])
+
+    for at, like in (
+        (0, user | {"content": ["a", {"type": "text", "text": "b"}]}),
+        (1, call_with({"a": "é", "b": [1, None]})),
+        (2, result | {"content": None}),
+        (3, {"role": "assistant", "content": None}),
+        (3, {"role": "assistant", "content": None, "tool_calls": []}),
+    ):
+        assert render([*plain[:at], like, *plain[at + 1 :]]) == render(plain)
+    assert render([user, call_with(None), result, user]) == render([user, call_with("{}"), result, user])
+    assert client.post("/apply-template", json={"messages": [{"role": "user", "content": None}]}).status_code == 400
+
+
 def test_aliases(client: httpx.Client) -> None:
     assert client.get("/v1/health").json() == client.get("/health").json() == {"status": "ok"}
     assert client.get("/models").json() == client.get("/v1/models").json()

@@ -335,7 +335,8 @@ def _read_turn(message: Message, where: str, names: dict[str, str]) -> Turn:
     if calls and role != ASSISTANT:
         raise make_field_error(f"{where}.tool_calls", "only the assistant calls tools")
     content = _read_content(message, where, PARTS)
-    if message.content is None and not (calls or content):
+    may_be_null = role in (ASSISTANT, TOOL) and "content" in message.model_fields_set  # as in llama.cpp
+    if message.content is None and not (calls or content or may_be_null):
         raise make_field_error(f"{where}.content", "is missing")
     if role != TOOL:
         return Turn(role, content, calls, thoughts=(message.reasoning_content or message.reasoning or "") if role == ASSISTANT else "")

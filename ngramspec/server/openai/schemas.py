@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from ngramspec.options import MAX_INT
 from ngramspec.prompts.messages import MEDIA, name_omitted
@@ -94,9 +94,18 @@ class Part(StrictModel):
         return self.model_copy(update={"type": "text", "text": name_omitted(self.type)}) if self.type in MEDIA else self
 
 
+def _read_plain_part(given: Any) -> Any:
+    return {"type": "text", "text": given} if isinstance(given, str) else given
+
+
+# A part of a message, or a text in its place, as in vLLM: LangChain's messages hold such.
+TextOrPart = Annotated[Part, BeforeValidator(_read_plain_part)]
+
+
 class Message(StrictModel):
     role: str
-    content: str | Items[Part] | None = None
+    content: str | Items[TextOrPart] | None = None
+    """null: the assistant said nothing, or a tool returned nothing."""
     tool_calls: Annotated[Items[ToolCalled], Field(max_length=MAX_TOOLS)] | None = None
     """The assistant's calls; then there may be no content."""
     tool_call_id: str | None = None
@@ -112,7 +121,7 @@ class Message(StrictModel):
 
 class Prediction(StrictModel):
     type: Literal["content"]
-    content: str | Items[Part]
+    content: str | Items[TextOrPart]
 
 
 class ChatPrompt(StrictModel):
