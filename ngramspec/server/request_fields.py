@@ -47,6 +47,15 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+class NullIsDefault(StrictModel):
+    """A model in which null means a field's default, whatever the field's type."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
 # ------------------------------------------------------------------ sampling parameters
 
 Model = TypeVar("Model", bound=StrictModel)

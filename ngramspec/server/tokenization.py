@@ -19,14 +19,14 @@ from ngramspec.server.llamacpp.tokenize import LlamaTokenizer, join_text
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.chat import make_conversation
 from ngramspec.server.openai.schemas import ChatPrompt, Message
-from ngramspec.server.request_fields import Items, StrictModel, TokenId
+from ngramspec.server.request_fields import Items, NullIsDefault, StrictModel, TokenId
 from ngramspec.server.state import ServerState
 
 MAX_PIECES = 1 << 16  # tokens that /tokenize describes one by one
 Who = Annotated[Identity, Depends(identify)]
 
 
-class TokenizeBody(ChatPrompt):
+class TokenizeBody(NullIsDefault, ChatPrompt):
     """One of llama.cpp's `content` and vLLM's `prompt` and `messages`."""
 
     content: TextOrTokens | None = None

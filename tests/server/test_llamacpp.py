@@ -599,11 +599,24 @@ def test_what_is_refused(editor: httpx.Client, path: str, wrong: dict[str, Any],
         assert error["param"] == param
 
 
-def test_null_is_the_default(editor: httpx.Client) -> None:
-    nothing = dict.fromkeys(
-        ("temperature", "seed", "stop", "n_indent", "cache_prompt", "logit_bias", "response_fields", "grammar", "stream")
-    )
-    assert post(editor, "/completion", {"prompt": "a", "n_predict": 1, **nothing})["tokens_predicted"] == 1
+@pytest.mark.parametrize(
+    ("route", "given"),
+    [
+        ("/completion", {"prompt": "a", "n_predict": 1, "temperature": 0}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c", "filename": None}], "n_predict": 1}),
+        ("/tokenize", {"content": "a"}),
+        ("/api/chat", {"model": "m", "stream": False, "options": {"num_predict": 1}}),
+        ("/api/generate", {"model": "m", "stream": False, "options": {"num_predict": 1}}),
+    ],
+)
+def test_null_is_the_default_of_every_field(editor: httpx.Client, route: str, given: dict[str, Any]) -> None:
+    document = editor.get("/openapi.json").json()
+    schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    fields = document["components"]["schemas"][schema]["properties"].keys() - given.keys()
+    assert len(fields) > 5
+    made, like = (post(editor, route, body) for body in (given | dict.fromkeys(fields), given))
+    for name in ("content", "tokens", "message", "response"):
+        assert made.get(name) == like.get(name)
 
 
 # ---------------------------------------------------------------------- tokens and the server

@@ -13,7 +13,16 @@ from pydantic import Field, Strict, field_validator, model_validator
 from ngramspec.options import MAX_INT
 from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
 from ngramspec.server.field_support import INFILL, LLAMA
-from ngramspec.server.request_fields import OTHER_NAMES, Few, GenerationFields, Items, StrictModel, TokenId, add_sampling_fields
+from ngramspec.server.request_fields import (
+    OTHER_NAMES,
+    Few,
+    GenerationFields,
+    Items,
+    NullIsDefault,
+    StrictModel,
+    TokenId,
+    add_sampling_fields,
+)
 
 
 class PromptObject(StrictModel):
@@ -28,7 +37,7 @@ TextOrTokens = str | Items[TokenId | str]
 
 
 @add_sampling_fields(OTHER_NAMES)
-class LlamaRequest(GenerationFields):
+class LlamaRequest(NullIsDefault, GenerationFields):
     """What /infill and /completion share."""
 
     defaults: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -63,12 +72,6 @@ class LlamaRequest(GenerationFields):
     prediction: str | None = None
     """The output that is expected."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, given: Any) -> Any:
-        """Leave out fields that are null, which means their default, as in llama.cpp."""
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
-
     @model_validator(mode="after")
     def _by_its_other_name(self) -> Self:
         if "n_predict" not in self.model_fields_set and self.max_tokens is not None:
@@ -100,14 +103,14 @@ class LlamaCompletionBody(LlamaRequest):
             yield prompt.prompt_string if isinstance(prompt, PromptObject) else prompt  # type: ignore[misc]
 
 
-class SlotFile(StrictModel):
+class SlotFile(NullIsDefault):
     """The file of a slot that is saved or restored."""
 
     filename: str = ""
     """Not read where a slot is erased."""
 
 
-class Chunk(StrictModel):
+class Chunk(NullIsDefault):
     """A part of another file."""
 
     text: str

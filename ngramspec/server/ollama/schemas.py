@@ -17,7 +17,7 @@ from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, US
 from ngramspec.sampling_params import MAX_SEED, MAX_STOPS
 from ngramspec.server.error_responses import make_field_error
 from ngramspec.server.openai.schemas import OpenAIRequest, StopString
-from ngramspec.server.request_fields import Items, StrictModel, TokenId, add_sampling_fields
+from ngramspec.server.request_fields import Items, NullIsDefault, StrictModel, TokenId, add_sampling_fields
 from ngramspec.server.tool_fields import MAX_TOOLS, ToolDeclared
 
 ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
@@ -44,7 +44,7 @@ class Options(StrictModel):
 KeepAlive = str | Annotated[float, Field(ge=-MAX_INT, le=MAX_INT)]  # "5m", or seconds
 
 
-class OllamaRequest(StrictModel):
+class OllamaRequest(NullIsDefault):
     """What /api/chat and /api/generate share."""
 
     model: str
@@ -109,7 +109,7 @@ def read_options(options: Options) -> dict[str, Any]:
 
 class OllamaFunctionCalled(StrictModel):
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | None = None
 
 
 class OllamaCall(StrictModel):
@@ -154,7 +154,7 @@ class OllamaChatRequest(OllamaRequest):
                 turns.append(Turn(TOOL, content, call_id=call_id or (call and call.id) or f"call_{i}", name=name or (call and call.name)))
                 continue
             calls = tuple(
-                Call(call.id or f"call_{i}_{j}", call.function.name, json.dumps(call.function.arguments, ensure_ascii=False))
+                Call(call.id or f"call_{i}_{j}", call.function.name, json.dumps(call.function.arguments or {}, ensure_ascii=False))
                 for j, call in enumerate(message.tool_calls or ())
             )
             if calls and message.role != ASSISTANT:
