@@ -676,6 +676,27 @@ def test_nothing_is_made_of_fields_that_are_null(client: httpx.Client) -> None:
     assert answer.json()["usage"]["prompt_tokens"] == 1
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_defaults_of_vllm_ask_for_nothing(client: httpx.Client, chat: bool) -> None:
+    """Programs that build vLLM's own requests send all of their fields."""
+    fields: dict[str, Any] = {
+        "stop": [],
+        "stop_token_ids": [],
+        "bad_words": [],
+        "n": 1,
+        "min_tokens": 0,
+        "priority": 0,
+        "length_penalty": 1.0,
+    }
+    fields |= dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "ignore_eos", "echo", "stream"), False)
+    fields |= dict.fromkeys(("logit_bias", "cache_salt", "kv_transfer_params", "vllm_xargs", "repetition_detection", "stream_options"))
+    chats = {"logprobs": False, "top_logprobs": 0, "tool_choice": "none", "parallel_tool_calls": True, "add_special_tokens": False}
+    asked = chats | {"messages": [{"role": "user", "content": "a"}]} if chat else {"add_special_tokens": True, "prompt": "a"}
+    made = client.post("/v1/chat/completions" if chat else "/v1/completions", json=fields | asked | {"max_tokens": 1})
+    assert made.status_code == 200, made.text
+    assert made.json()["choices"][0]["logprobs"] is None
+
+
 @pytest.mark.parametrize("body", ['{"prompt": "a", "temperature": NaN}', '{"prompt": "a", "temperature": 1e999}'])
 def test_what_is_no_json_is_refused(client: httpx.Client, body: str) -> None:
     answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})

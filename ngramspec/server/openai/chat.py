@@ -99,7 +99,7 @@ class _ChatHandler(InputHandler):
         asked = next((n for n in given if n is not None), -1)
         self._max_tokens = None if asked < 0 else max(asked, 1)  # None: as many as fit; an engine writes one at least
         self._silent = asked == 0  # nothing is to be written: the prompt is computed, so that a later request finds it
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:  # 0 is vLLM's default, which its clients send along
             raise make_field_error("top_logprobs", "only with logprobs")
         if body.prompt_logprobs is not None and self.streams:
             raise make_field_error("prompt_logprobs", "not in a stream")
