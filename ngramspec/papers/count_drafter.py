@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ngramspec.errors import GrammarError, InvalidInputError
 from ngramspec.speculative.drafter import Candidates, SequenceInfo
 
 # The lane of `sampler.uniform_bits` that draws the first draft for a position.
@@ -86,23 +87,26 @@ class Counts:
         self._infos.pop(seq, None)
 
     def _draft_chain(self, model: NgramModel, info: SequenceInfo, length: int) -> Candidates:
-        """Draft `length` tokens; penalties count the drafted ones."""
+        """Draft up to `length` tokens, as many as the text can have; penalties count the drafted ones."""
         sampler = info.sampler.fork()
         draws = self.draws and sampler.params.temperature > 0
         context, first = model.tokens[-self.order :], len(model.tokens) - info.n_prompt
-        probs, drawn_from = np.empty(length, np.float32), []
-        for i in range(length):
-            q = model.get_distribution(context)
+        probs, drawn_from = list[float](), list[np.ndarray]()
+        while len(probs) < length and not (sampler.constraint is not None and sampler.constraint.complete):
+            q, position = model.get_distribution(context), first + len(probs)
             row = np.log(q).astype(np.float32)
-            if draws:
-                weights = sampler.compute_weights(row, first + i)
-                q = weights / weights.sum()
-                token = sampler.draw(weights, first + i, DRAFT_LANE)
-            else:
-                token = int(sampler.adjust_logits(row, first + i).argmax())
+            try:
+                if draws:
+                    weights = sampler.compute_weights(row, position)
+                    q = weights / weights.sum()
+                    token = sampler.draw(weights, position, DRAFT_LANE)
+                else:
+                    token = sampler.find_best(sampler.adjust_logits(row, position), position)
+            except (GrammarError, InvalidInputError):  # every token is banned: the request may end before that
+                break
             sampler.accept(token)
             context = np.append(context, np.int32(token))
-            probs[i] = q[token]
+            probs.append(q[token])
             drawn_from.append(q)
-        tokens, parents = context[len(context) - length :], np.arange(-1, length - 1, dtype=np.int32)
-        return Candidates(tokens, parents, np.cumprod(probs), drawn_from if draws else None)
+        tokens, parents = context[len(context) - len(probs) :], np.arange(-1, len(probs) - 1, dtype=np.int32)
+        return Candidates(tokens, parents, np.cumprod(probs, dtype=np.float32), drawn_from if draws else None)

@@ -419,11 +419,12 @@ class Sampler:
     def compute_weights(self, row: np.ndarray, position: int) -> np.ndarray:
         """Return the weights [V] int64 that sampling at temperature > 0 draws from. Raises NotFiniteError."""
         adjusted = self.adjust_logits(row, position)
-        top = adjusted[self._find_best(adjusted, position)]
+        top = adjusted[self.find_best(adjusted, position)]
         weights: np.ndarray = _compute_weights(adjusted, top, self._temperature, self.params.top_k, self.share, self.least)
         return weights
 
-    def _find_best(self, adjusted: np.ndarray, position: int) -> int:
+    def find_best(self, adjusted: np.ndarray, position: int) -> int:
+        """Return the most likely token of an adjusted row [V]. Raises GrammarError, InvalidInputError, NotFiniteError if it has none."""
         best = int(adjusted.argmax())  # not a number counts as the greatest
         if adjusted[best] == -np.inf and self.constraint is not None:
             raise GrammarError(
@@ -452,7 +453,7 @@ class Sampler:
         Raises NotFiniteError if the greatest logit is infinite or one is NaN.
         """
         if self.params.temperature == 0:
-            return self._find_best(self.adjust_logits(row, position), position)
+            return self.find_best(self.adjust_logits(row, position), position)
         return self.draw(self.compute_weights(row, position), position, 0)
 
     def score(self, row: np.ndarray, position: int, token: int) -> TokenLogprob | None:
@@ -466,7 +467,7 @@ class Sampler:
         if params.post_sampling_probs:
             weights = np.zeros(len(row))
             if self.greedy:
-                weights[self._find_best(self.adjust_logits(row, position), position)] = 1
+                weights[self.find_best(self.adjust_logits(row, position), position)] = 1
             else:
                 weights[:] = self.compute_weights(row, position)
             with np.errstate(divide="ignore"):

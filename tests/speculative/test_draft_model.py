@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from ngramspec.backends.base import Output
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.errors import UnsupportedModelError
+from ngramspec.errors import InvalidInputError, UnsupportedModelError
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.outputs import Completion, Stats
 from ngramspec.papers.registry import make_drafter
 from ngramspec.sampling.batch import Batch
@@ -187,6 +188,23 @@ def test_a_text_ends_inside_a_draft(rig: tuple[Engine, DraftModel], n: int) -> N
     assert on.token_ids == off.token_ids
     assert len(on.token_ids) == min(n, 150 - len(PROMPTS[0]))
     assert on.stats.accepted == on.stats.drafted
+
+
+@pytest.mark.parametrize("acceptance", ["walk", "rejection"])
+@pytest.mark.parametrize("name", ["model", "layers:2", "counts"])
+def test_a_text_without_a_next_token_ends_the_draft_alone(name: str, acceptance: str) -> None:
+    """A grammar's text is whole, or every token is banned, inside a draft: later requests are drafted for as before."""
+    drafter = DraftModel(near(), branches=2) if name == "model" else make_drafter(name)
+    with build(tokenizer=tiny.byte_tokenizer(), alone=drafter, acceptance=acceptance) as engine:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True)
+            for grammar in (Grammar.regex("[a-c]{3,9}"), Grammar.choice(["yes", "no"])):
+                on, off = (engine.complete(PROMPTS[1], params, grammar=grammar, speculation=each) for each in (True, False))
+                assert acceptance == "rejection" or on.token_ids == off.token_ids
+            with pytest.raises(InvalidInputError, match="at output position 2 every token is banned"):
+                engine.complete(PROMPTS[1], params, allowed_token_ids=[ord("A")], bad_words=["AAA"])
+            assert engine.complete(PROMPTS[1], params).stats.drafted > 0
+        assert engine.runner.pool.n_available == engine.runner.pool.n_blocks
 
 
 def test_cancelling_frees_both_pools(rig: tuple[Engine, DraftModel], truth: dict[int, list[list[int]]]) -> None:

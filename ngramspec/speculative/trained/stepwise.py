@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ngramspec.backends.base import Output
+from ngramspec.errors import GrammarError, InvalidInputError
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK, DraftTree
 from ngramspec.sampling.batch import Batch, Span, pack
@@ -56,14 +57,16 @@ class Chains:
         return Candidates(tokens, parents, probs, self._shares if self.draws else None)
 
     def grow(self, rows: np.ndarray) -> None:
-        """Add a level from the logits [n_rows, V] after the ends of the chains."""
+        """Add a level from the logits [n_rows, V] after the ends of the chains: the last one if a chain's text ends there."""
         position = self._position + self.level
+        try:
+            chosen = self._choose_level(rows, position)
+        except (GrammarError, InvalidInputError):  # every token is banned: the request may end before that
+            self.depth = self.level
+            return
         if self.level == 0:
-            chosen = self._begin(rows[0], position)
             self._samplers = [self._info.sampler.fork() for _ in chosen]
             self._ends = [-1] * len(chosen)
-        else:
-            chosen = [self._choose(sampler, row, position, i) for i, (sampler, row) in enumerate(zip(self._samplers, rows, strict=True))]
         for i, (token, shares) in enumerate(chosen):
             above = self._ends[i]
             self._ends[i] = len(self._tokens)
@@ -74,6 +77,14 @@ class Chains:
             if self.draws:
                 self._shares.append(shares)
         self.level += 1
+        if any(each.constraint is not None and each.constraint.complete for each in self._samplers):
+            self.depth = self.level
+
+    def _choose_level(self, rows: np.ndarray, position: int) -> list[tuple[int, np.ndarray]]:
+        """Return each chain's next token and its distribution, as `_choose` does."""
+        if self.level == 0:
+            return self._begin(rows[0], position)
+        return [self._choose(sampler, row, position, i) for i, (sampler, row) in enumerate(zip(self._samplers, rows, strict=True))]
 
     def _begin(self, row: np.ndarray, position: int) -> list[tuple[int, np.ndarray]]:
         if self.draws:
@@ -84,10 +95,13 @@ class Chains:
         return [(each, shares) for each in [token, *others[: self.branches - 1]]]
 
     def _choose(self, sampler: Sampler, row: np.ndarray, position: int, chain: int) -> tuple[int, np.ndarray]:
-        """Return the token that a chain takes after logits row [V], and the distribution [V] that it comes from."""
+        """Return the token that a chain takes after logits row [V], and the distribution [V] that it comes from.
+
+        Raises GrammarError, InvalidInputError if every token is banned.
+        """
         if sampler.params.temperature == 0:
             adjusted = sampler.adjust_logits(row, position)
-            token = int(adjusted.argmax())
+            token = sampler.find_best(adjusted, position)
             weights = np.exp(adjusted - adjusted[token])
         else:
             weights = sampler.compute_weights(row, position)
