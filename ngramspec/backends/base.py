@@ -7,6 +7,7 @@ model's attention and linear layers by its own. Nothing here knows requests, dra
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -228,6 +229,12 @@ class Runner(ABC):
     def enlarge_page(self) -> bool:
         """Make later passes read some weights faster, while nothing else is to do; return whether more is left. Takes milliseconds."""
         return False
+
+    def describe_model(self) -> str:
+        """Return what keys and values depend on beside weights and code, such as windows, as JSON: the same at each start of a model."""
+        config = self.model.config.get_text_config().to_dict()
+        config.pop("_name_or_path", None)
+        return json.dumps(config, sort_keys=True, default=str)
 
     def native_forward(self) -> NativeForward | None:
         """Return the forward pass for compiled code; None: this runner makes passes through `forward` alone."""

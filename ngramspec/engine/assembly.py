@@ -393,7 +393,8 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
     """Open the folder that keeps blocks of the prefix cache; None if there is to be none. In the thread that runs the model.
 
     Blocks are kept by what computes them: the digest of a trial block's keys and values, and of the state after it, stands for weights,
-    precision and arithmetic. Raises InvalidInputError if the folder cannot be used.
+    precision and arithmetic, `describe_model` for what only later blocks show, such as a window. Raises InvalidInputError if the folder
+    cannot be used.
     """
     if config.prefix_cache_path is None or not config.prefix_cache:
         return None
@@ -405,7 +406,7 @@ def open_prefix_store(config: EngineConfig, runner: Runner) -> PrefixStore | Non
         pool.register(slot, [_TRIAL])
     pool.release(slot)
     state = pool.read_state(_TRIAL) or b""
-    model = hashlib.sha256(block + state + start_cache.digest_code().encode()).hexdigest()[:32]
+    model = hashlib.sha256(block + state + (runner.describe_model() + start_cache.digest_code()).encode()).hexdigest()[:32]
     folder = PrefixFolder(expand_home(config.prefix_cache_path), model, len(block), len(state), config.prefix_cache_size)
     return PrefixStore(folder, pool)
 

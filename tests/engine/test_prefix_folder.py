@@ -28,9 +28,9 @@ LONG = rng.integers(0, 250, KEPT_TOKENS + 40).tolist()
 SHORT = rng.integers(0, 250, 100).tolist()
 
 
-def build(path: Path | None, arch: str = "llama", **options: Any) -> Engine:
+def build(path: Path | None, arch: str = "llama", window: int | None = None, **options: Any) -> Engine:
     place = None if path is None else str(path)
-    model = tiny.tiny_model(arch, max_position_embeddings=KEPT_TOKENS + 200)
+    model = tiny.tiny_model(arch, max_position_embeddings=KEPT_TOKENS + 200, **({} if window is None else {"sliding_window": window}))
     return Engine(model, max_seqs=4, prefix_cache_path=place, **options)
 
 
@@ -101,6 +101,16 @@ def test_other_tenants_and_other_models_find_nothing(tmp_path: Path) -> None:
     assert complete(tmp_path, LONG, arch="qwen2", tenant="a").cached_tokens == 0
     assert complete(tmp_path, LONG, tenant="a", kv_dtype="float16").cached_tokens == 0
     assert complete(tmp_path, LONG, tenant="a").cached_tokens == full(LONG)
+
+
+@pytest.mark.parametrize("linears", ["exact", "unpacked"])
+def test_a_model_with_another_window_finds_nothing(tmp_path: Path, linears: str) -> None:
+    """Windows that end after the first block: its keys and values are the same."""
+    options = {"arch": "mistral", "linears": linears}
+    complete(tmp_path, LONG, window=2 * BLOCK, **options)
+    wider, alone = (complete(path, LONG, window=8 * BLOCK, **options) for path in (tmp_path, None))
+    assert (wider.cached_tokens, wider.token_ids) == (0, alone.token_ids)
+    assert complete(tmp_path, LONG, window=2 * BLOCK, **options).cached_tokens == full(LONG)
 
 
 def test_a_short_prompt_is_kept_once_it_was_asked_for_twice(tmp_path: Path) -> None:

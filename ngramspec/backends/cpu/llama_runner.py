@@ -6,6 +6,7 @@ logits; it does not know what a request, a draft or a stop is.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
@@ -290,6 +291,9 @@ class LlamaRunner(Runner):
             return all(np.array_equal(logits[0][: len(some)], some) for some in logits)
         finally:
             self.pool.release(slot)
+
+    def describe_model(self) -> str:
+        return super().describe_model() if self.weight_map is None else json.dumps(self.weight_map.to_json())
 
     def native_forward(self) -> NativeLlamaForward | None:
         if self.decoder is None or self._keeps_hidden_states:
