@@ -112,5 +112,5 @@ def make_drafter(text: str) -> Drafter:
     """Make a drafter. Raises ValueError for an unknown name or an argument that the drafter does not take."""
     name, _, argument = text.partition(":")
     if name not in _MAKERS:
-        raise ValueError(f"there is no drafter {name!r}; there are {'; '.join(NAMES.values())}")
+        raise ValueError(f"there is no drafter {name!r}; accepted: {'; '.join(NAMES.values())}")
     return _MAKERS[name](argument)

@@ -70,7 +70,7 @@ class Identity:
         usable = self._list_usable(known)
         if unknown := [name for name in names if name not in usable]:
             listed = ", ".join(sorted(usable)[:NAMES_LISTED]) + (", …" if len(usable) > NAMES_LISTED else "")
-            there = f"; there are {listed}" if usable else "; there is none"
+            there = f"; accepted: {listed}" if usable else "; there is none"
             raise ApiError(400, f"unknown datastore {unknown[0][:100]!r}{there}", param="datastore", code="unknown_datastore")
         return names
 

@@ -158,7 +158,7 @@ def make_toolbox(declared: Sequence[DeclaredTool], choice: ToolChoice | None, pa
         for name in choice.names:
             if all(name != tool.name for tool in tools):
                 known = ", ".join(tool.name for tool in tools)[:400]
-                raise _make_error("tool_choice", f"there is no tool {name[:100]!r}; there are {known}")
+                raise _make_error("tool_choice", f"there is no tool {name[:100]!r}; accepted: {known}")
         tools = [tool for tool in tools if tool.name in choice.names]
         required, several = choice.required, several and choice.several
     if required and parallel is None:
