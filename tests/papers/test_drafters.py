@@ -13,13 +13,15 @@ from tiny_heads import HIDDEN, blockwise_tensors, eagle_tensors, medusa_tensors,
 from transformers import PreTrainedModel
 
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.grammar.constraint import Grammar
+from ngramspec.outputs import DraftTree
 from ngramspec.papers.lookahead import Lookahead
 from ngramspec.papers.recycling import TokenRecycling
 from ngramspec.papers.registry import NAMES, make_drafter
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative import Drafter, TreeProposer
 from ngramspec.speculative.budget.backoff import DrafterBackoff
-from ngramspec.speculative.drafter import DraftOptions, Speculator
+from ngramspec.speculative.drafter import Candidates, DraftOptions, Speculator
 from ngramspec.speculative.single import SingleDrafter
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -176,3 +178,40 @@ def test_names_and_arguments() -> None:
         with pytest.raises(ValueError):
             make_drafter(text)
     assert {*MAKERS} <= {*NAMES}
+
+
+class Recorder:
+    """Proposes a token that the grammar forbids, and records the trees whose top-k it receives."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[int], list[int], int]] = []
+
+    def begin(self, seq: int, tokens: np.ndarray) -> None: ...
+
+    def propose(self, seqs: list[int], budget: int) -> list[Candidates]:
+        return [Candidates(np.array([ord("z")], np.int32), np.array([-1], np.int32), np.array([0.9], np.float32)) for _ in seqs]
+
+    def on_topk(self, seq: int, tree: DraftTree, tokens: np.ndarray) -> None:
+        self.seen.append((tree.tokens.tolist(), tree.parents.tolist(), len(tokens)))
+
+    def observe(self, seq: int, accepted: np.ndarray, rejected: np.ndarray) -> None: ...
+
+    def end(self, seq: int) -> None: ...
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_top_k_comes_with_the_tree_that_was_verified(alone: bool) -> None:
+    """A grammar takes nodes out of a draft, and puts forced tokens in."""
+    recorder, recycling = Recorder(), TokenRecycling()
+    for drafter in (recorder, recycling):
+        placed = {"alone": drafter} if alone else {"drafters": [drafter]}
+        with Engine(looping_model(), tokenizer=tiny.byte_tokenizer(), max_model_len=160, threads=1, **placed) as engine:
+            engine.core.cost = tiny.FreeRows()
+            for word in ("abcdefgh", "ab"):
+                assert word in engine.complete([65], grammar=Grammar.regex(f"[a-z]{word}[0-9]{{5}}"), max_tokens=12).text
+            speculator = engine.speculator
+            assert speculator.drafter is drafter if isinstance(speculator, SingleDrafter) else drafter in speculator.drafters
+    assert all(n == 1 + len(tokens) for tokens, _, n in recorder.seen)
+    assert (list(b"abcdefgh"), list(range(-1, 7)), 9) in recorder.seen
