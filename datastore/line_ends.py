@@ -170,11 +170,12 @@ def _to_crlf(tokens, start, ids):
 
 @njit(cache=True, nogil=True)
 def _translate_trees(starts, tokens, parents, contexts, cr_token, start, ids):
-    """Make of each node a chain of nodes; siblings that begin alike share their beginning. Tokens are in the vocabulary, see `lookup`."""
+    """Make of each node a chain of nodes; siblings that begin alike share their beginning. Nodes whose token the tokenizer does not have,
+    as in a forged store, are dropped with those below them."""
     out_start = np.zeros(len(starts), np.int64)
     most = 0
     for token in tokens:
-        most += start[token + 1] - start[token]
+        most += start[token + 1] - start[token] if token < len(start) - 1 else 0
     out_tokens, out_parents = np.empty(most, np.int32), np.empty(most, np.int32)
     origins = np.empty(most, np.int64)
     ends = np.empty(len(tokens), np.int64)  # of each node, the last of its chain; -1: the root, -2: dropped
@@ -183,6 +184,9 @@ def _translate_trees(starts, tokens, parents, contexts, cr_token, start, ids):
         base = n
         for i in range(starts[b], starts[b + 1]):
             at = np.int64(-1) if parents[i] < 0 else ends[starts[b] + parents[i]]
+            if at == -2 or tokens[i] >= len(start) - 1:
+                ends[i] = -2
+                continue
             a, z = start[tokens[i]], start[tokens[i] + 1]
             if contexts[b] == LF:
                 out_tokens[n], out_parents[n], origins[n] = tokens[i], at, i

@@ -17,6 +17,7 @@ the outputs at the addresses in `work`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -101,6 +102,8 @@ class Matcher:
         if not 0.0 < min_chance <= 1.0:
             raise ValueError(f"{min_chance=} must be above 0, at most 1")
         self.max_match = max_match
+        self.vocab_size = sys.maxsize
+        """Token ids that the model has, from the next `reset` on: what a store has beyond them is never proposed."""
         self.work = np.zeros(col.WORK, np.int64)
         self.work[[col.MAX_SEQS, col.MAX_MATCH, col.MIN_MATCH, col.NODES, col.OCCURRENCES, col.DEPTH]] = (
             max_seqs,
@@ -149,7 +152,8 @@ class Matcher:
         self._buffers[col.ALLOWED] = np.ones((len(self._buffers[col.STATE]), len(rows)), np.uint8)
         self._buffers[col.STATE][:] = 0
         self.work[col.N_SEGMENTS] = len(rows)
-        self.work[[col.WIDE_IDS, col.IDS]] = rows[0, [WIDE, VOCAB]] if len(rows) else (0, 1)
+        wide, ids = rows[0, [WIDE, VOCAB]].tolist() if len(rows) else (0, 1)
+        self.work[[col.WIDE_IDS, col.IDS]] = wide, min(ids, self.vocab_size)
         for column, buffer in self._buffers.items():
             self.work[column] = buffer.ctypes.data
         self.load_pages()

@@ -8,6 +8,7 @@ its last generation. Stores have LF line ends: a sequence with CRLF is looked up
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -115,14 +116,20 @@ class DatastoreDrafter:
     name = "datastore"
 
     def __init__(
-        self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[VectorIndex] | None = None
-    ) -> None:
-        """Open for these stores. `similar`: also retrieve files like a request, if a store has vectors; `ready`: their indices, made."""
+        self, stores: Mapping[str, Datastore], max_seqs: int, *, similar: bool = True, ready: Sequence[VectorIndex] | None = None,
+        vocab_size: int = sys.maxsize,
+    ) -> None:  # fmt: skip
+        """Open for these stores. `similar`: also retrieve files like a request, if a store has vectors; `ready`: their indices, made.
+
+        `vocab_size`: token ids that the model has. No other leaves the drafter, whatever a store says: the model reads memory by them.
+        """
+        self._vocab_size = vocab_size
         self._retrieves_similar = similar
         self.follows_changes = True
         """Whether newer generations of the stores are picked up."""
         self._similar_files: SimilarFiles | None = None
         self._matcher = Matcher([], max_seqs, max_match=MAX_MATCH)
+        self._matcher.vocab_size = vocab_size
         self._allowed: dict[int, frozenset[str] | None] = {}
         self._recent = np.full((max_seqs, MAX_MATCH), -1, np.int32)
         self._fresh = np.full(max_seqs, -1, np.int32)
@@ -226,8 +233,10 @@ class DatastoreDrafter:
         line_ends, stores = self._get_crlf_translator(prompt), self._make_store_mask(allowed) & self._matcher.loaded_stores
         try:
             if line_ends is None:
-                return self._similar_files.find_similar(prompt, stores=stores)
-            return line_ends.to_crlf(self._similar_files.find_similar(line_ends.to_lf(prompt)[0], stores=stores))
+                found = self._similar_files.find_similar(prompt, stores=stores)
+            else:
+                found = line_ends.to_crlf(self._similar_files.find_similar(line_ends.to_lf(prompt)[0], stores=stores))
+            return found[found < self._vocab_size]
         except DatastoreError as error:
             log.error("similar files: %s; requests go without", error)
             self._similar_files, self._retrieves_similar = None, False

@@ -327,7 +327,7 @@ class TreeProposer(Speculator):
         elif self.datastore is not None:
             self.datastore.use(stores, ready or ())
         else:
-            drafter = DatastoreDrafter(stores, len(self._buffers), similar=self.similar, ready=ready)
+            drafter = DatastoreDrafter(stores, len(self._buffers), similar=self.similar, ready=ready, vocab_size=self.vocab_size)
             for slot, tokens, datastores in running:
                 drafter.begin(slot, tokens, datastores)
                 self._schedule.begin(slot)

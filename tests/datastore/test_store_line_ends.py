@@ -94,6 +94,15 @@ def test_a_translated_tree_has_the_same_texts(encoder: Encoder, line_ends: LineE
         assert crlf(origin).startswith(text)
 
 
+def test_tokens_that_the_tokenizer_does_not_have_are_dropped(encoder: Encoder, line_ends: LineEnds) -> None:
+    letter, beyond = int(ids_of(encoder, "a")[0]), encoder.vocab_size
+    tokens, parents = np.array([beyond, letter, letter, beyond + 7] * 2, np.int32), np.array([-1, 0, -1, 2] * 2, np.int32)
+    made = line_ends.translate_trees(np.array([0, 4, 8], np.int64), tokens, parents, np.array([CRLF, LF], np.int8))
+    assert made.start.tolist() == [0, 1, 2]
+    assert made.tokens.tolist() == [letter, letter]
+    assert made.parents.tolist() == [-1, -1]
+
+
 def accepted(drafter: DatastoreDrafter, ids: np.ndarray) -> float:
     """Tokens that a draft has right, on average over a text that is written from its middle on."""
     at, slot, lengths = len(ids) // 2, np.zeros(1, np.int32), []
@@ -138,8 +147,11 @@ def test_similar_files_have_the_requests_line_ends(tmp_path: Path) -> None:
         drafter.line_ends.result(60)
         plain = drafter.find_similar(ids_of(encoder, TEXTS[0][:3000]))
         with_crlf = drafter.find_similar(ids_of(encoder, crlf(TEXTS[0][:3000])))
+        of_less = DatastoreDrafter({"store": store}, 1, vocab_size=200).find_similar(ids_of(encoder, TEXTS[0][:3000]))
     assert plain is not None
     assert with_crlf is not None
     text = encoder.decode(plain[plain >= 0].tolist())
     assert len(text) > 1000
     assert encoder.decode(with_crlf[with_crlf >= 0].tolist()) == crlf(text)
+    assert of_less is not None
+    assert of_less.tolist() == plain[plain < 200].tolist()  # a store may have more tokens than the model

@@ -11,6 +11,8 @@ import tiny_store
 
 from ngramspec.datastore.reader import Datastore
 from ngramspec.speculative.datastore_drafter import MAX_OPEN, MAX_STORES, DatastoreDrafter
+from ngramspec.speculative.drafter import DraftOptions
+from ngramspec.speculative.proposer import TreeProposer
 
 N_STORES = 300
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -109,3 +111,16 @@ def test_an_open_store_that_is_replaced(drafter: DatastoreDrafter, folder: Path)
     assert find(drafter, 0) == {"2"}
     drafter.use({"1": Datastore.open(folder / "1")})
     assert find(drafter, 0) == {"1"}
+
+
+def test_token_ids_that_the_model_does_not_have_are_never_drafted(tmp_path: Path) -> None:
+    """Whoever forges a store may claim any vocabulary: the model would read beyond its embedding."""
+    tiny_store.write_store(tmp_path, [[[1, 2, 3, 900, 5], [1, 2, 3, 40, 900], [1, 2, 3, 40, 41]]], 1000)
+    proposer = TreeProposer(DraftOptions(vocab_size=50, max_seqs=1))
+    proposer.use_datastores({"store": Datastore.open(tmp_path)}, ())
+    assert proposer.datastore is not None
+    proposer.datastore.wait_until_loaded()
+    proposer.begin(0, PROMPT)
+    tree = proposer.propose(np.zeros(1, np.int32), np.full(1, 4, np.int32), np.full(64, 1.0), 1, 32)[0]
+    assert 40 in tree.tokens
+    assert tree.tokens.max() < 50
