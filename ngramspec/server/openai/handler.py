@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 from fastapi.responses import JSONResponse
+from pydantic_core import from_json
 
 from ngramspec.engine.llm_engine import Hints, Request
 from ngramspec.grammar.constraint import Grammar
@@ -35,6 +37,7 @@ from ngramspec.server.prompt_progress import PromptProgress, report_progress
 from ngramspec.server.queue import Piece, Reservation
 from ngramspec.server.request_fields import OTHER_NAMES, FieldGrammar, check_grammar, read_grammar, read_sampling_fields
 from ngramspec.server.state import ServerState, model_not_found
+from ngramspec.tokenizer.encode import replace_lone_surrogates
 
 TEMPERATURE = 1.0  # OpenAI's default
 
@@ -325,12 +328,21 @@ def make_params(
 
 
 def read_arguments(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; of a call that was cut, none."""
+    """Return a call's arguments as an answer can hold them; of a call that was cut or is nested too deeply, none.
+
+    A number that JSON cannot say, such as NaN or 1e999, is null; half of a surrogate pair is U+FFFD.
+    """
+    text = replace_lone_surrogates((arguments or "{}").encode())
     try:
-        found = json.loads(arguments or "{}")
+        found = json.loads(text, parse_float=_read_finite, parse_constant=lambda name: None)
+        from_json(text)  # refuses what is nested deeper than answers are written
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _read_finite(number: str) -> float | None:
+    return value if math.isfinite(value := float(number)) else None
 
 
 async def hold_until_done(pieces: AsyncIterator[PromptProgress | Piece]) -> AsyncIterator[PromptProgress | Piece]:
