@@ -10,6 +10,7 @@ import asyncio
 import codecs
 import contextlib
 import logging
+import math
 import re
 import secrets
 import time
@@ -332,12 +333,10 @@ def parse_body(scope: Scope, body: bytes, limits: Limits) -> Any:
     level: list[Any] = [value] if isinstance(value, (dict, list)) else []
     n_containers = 0
     for _ in range(limits.depth):
-        level = [
-            each
-            for outer in level
-            for each in (outer.values() if isinstance(outer, dict) else outer)
-            if type(each) is dict or type(each) is list
-        ]
+        values = [each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer)]
+        if math.inf in values or -math.inf in values:  # what is read of 1e400, and no answer or template could say
+            raise ApiError(400, "the JSON has a number beyond 1.8e308", code="invalid_json")
+        level = [each for each in values if type(each) is dict or type(each) is list]
         n_containers += len(level)
         if n_containers > _CONTAINERS:
             raise ApiError(400, f"the JSON has more than {_CONTAINERS} lists and objects", code="invalid_json")

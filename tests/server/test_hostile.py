@@ -291,6 +291,13 @@ def test_a_long_list_that_is_wrong_is_told_of_at_once(
         assert seconds() < 10
 
 
+@pytest.mark.parametrize("place", ['"metadata": {"a": [@]}', '"tools": [{"type": "function", "name": "a", "parameters": {"maximum": @}}]'])
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 310 + ".5"])
+def test_a_number_that_no_answer_could_say_is_refused_wherever_it_is(client: httpx.Client, place: str, number: str) -> None:
+    response = send(client, "/v1/responses", '{"input": "a", "stream": true, ' + place.replace("@", number) + "}")
+    assert (response.status_code, envelope(response)["code"]) == (400, "invalid_json")
+
+
 def test_a_long_text_is_encoded_beside_others(client: httpx.Client, server: Server) -> None:
     body, longest = json.dumps({"content": "a" * ((2 << 20) - 20)}), list[float]()
     with httpx.Client(base_url=server.url) as other, ThreadPoolExecutor(1) as pool:
