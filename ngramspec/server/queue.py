@@ -150,8 +150,7 @@ class AdmissionQueue:
         if self.engine.closed:
             self.metrics.count_refused("engine_dead")
             raise ApiError(503, "the engine has stopped", code="engine_stopped", headers=retry_after(30))
-        if sequences > self.capacity:
-            raise ApiError(400, f"the request is for {sequences} texts at once; this server holds {self.capacity}", param="n")
+        self.check_sequences(sequences)
         self.check_room(sequences)
         self._reserved += sequences
         reservation = Reservation(self, sequences)
@@ -161,6 +160,11 @@ class AdmissionQueue:
     def _refuse_draining(self) -> ApiError:
         self.metrics.count_refused("draining")
         return ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_after(10))
+
+    def check_sequences(self, sequences: int) -> None:
+        """Raises ApiError 400 for more sequences than there ever is room for."""
+        if sequences > self.capacity:
+            raise ApiError(400, f"the request is for {sequences} texts at once; this server holds {self.capacity}", param="n")
 
     def check_room(self, sequences: int) -> None:
         """Raises ApiError 429 if there is no room for this many more sequences."""

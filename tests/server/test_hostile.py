@@ -20,7 +20,7 @@ import httpx
 import pytest
 from fair_time import FairClock, assert_within, count_seconds
 from pydantic import BaseModel
-from tiny_server import Server
+from tiny_server import Server, fim_tokenizer, routes_of, tiny_engine
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.sampling_params import SamplingParams
@@ -269,6 +269,19 @@ def test_too_much_of_something(client: httpx.Client, path: str, extra: dict[str,
         ("/v1/messages", '{"max_tokens": 1, "messages": [', "1", "]}"),
         ("/v1/messages", '{"max_tokens": 1, "messages": [', '{"role": "user", "content": []}', "]}"),
         ("/v1/messages", '{"max_tokens": 1, "messages": [{"role": "user", "content": [', '{"type": "image"}', "]}]}"),
+        (
+            "/v1/messages",
+            '{"max_tokens": 1, "tool_choice": {"type": "any"}, "messages": [{"role": "system", "content": [',
+            '{"type": "tool_removal", "tool": {"name": "number @ of many tools"}}',
+            "]}]}",
+        ),
+        (
+            "/v1/messages",
+            '{"max_tokens": 1, "messages": [{"role": "system", "content": [',
+            '{"type": "tool_addition", "tool": {"definition": {"name": "tool@", "description": "one of many tools"}}}',
+            "]}]}",
+        ),
+        ("/v1/responses", '{"input": [', '{"type":"function_call","call_id":"","name":"","arguments":""}', "]}"),
         ("/api/chat", '{"model": "a", "messages": [', "1", "]}"),
         ("/api/chat", '{"model": "a", "messages": [', '{"role": "user"}', "]}"),
         ("/api/generate", '{"model": "a", "prompt": "a", "context": [', "-1", "]}"),
@@ -289,6 +302,14 @@ def test_a_long_list_that_is_wrong_is_told_of_at_once(
     with count_seconds() as seconds:
         assert send(client, path, body).status_code == 400
         assert seconds() < 10
+
+
+def test_too_many_prompts_are_refused_before_the_suffix_is_put_behind_each() -> None:
+    body = GOOD | {"prompt": ["a"] * 250_000, "suffix": "x" * 1000, "max_tokens": 1}
+    with tiny_engine(tokenizer=fim_tokenizer()) as engine, routes_of(engine) as client, count_seconds() as seconds:
+        response = client.post("/v1/completions", json=body)
+        assert (response.status_code, envelope(response)["param"]) == (400, "n")
+        assert seconds() < 5
 
 
 @pytest.mark.parametrize("place", ['"metadata": {"a": [@]}', '"tools": [{"type": "function", "name": "a", "parameters": {"maximum": @}}]'])

@@ -140,10 +140,12 @@ def make_toolbox(declared: Sequence[DeclaredTool], choice: ToolChoice | None, pa
     `choice`: None is "auto". `parallel`: whether there may be several calls; None: unless one must be made.
     """
     tools: list[Tool] = []
+    known_names = set[str]()
     for each in declared:
         tool = _check_tool(each)
-        if any(tool.name == other.name for other in tools):
+        if tool.name in known_names:
             raise _make_error(f"{each.where}.function.name", f"there are two tools {tool.name!r}")
+        known_names.add(tool.name)
         tools.append(tool)
     if choice not in (None, "none", "auto") and not tools:
         raise _make_error("tool_choice", "only with tools")
@@ -156,7 +158,7 @@ def make_toolbox(declared: Sequence[DeclaredTool], choice: ToolChoice | None, pa
     required, several = choice == "required", parallel is not False
     if isinstance(choice, NamedTools):
         for name in choice.names:
-            if all(name != tool.name for tool in tools):
+            if name not in known_names:
                 known = ", ".join(tool.name for tool in tools)[:400]
                 raise _make_error("tool_choice", f"there is no tool {name[:100]!r}; accepted: {known}")
         tools = [tool for tool in tools if tool.name in choice.names]

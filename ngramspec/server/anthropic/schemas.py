@@ -152,7 +152,7 @@ class CountTokensRequest(OpenAIRequest):
             late |= loaded
             if block.type in ("tool_addition", "tool_removal") and block.tool is not None:
                 changed = {block.tool.name or "", *loaded}
-                removed = removed - changed if block.type == "tool_addition" else removed | changed
+                (removed.difference_update if block.type == "tool_addition" else removed.update)(changed)  # in place: there may be many
         tools = [tool for tool in self.tools or () if tool.name not in late or tool.name in deferred]
         declared = [
             ToolDeclared(type="function", function=tool.make_function())
@@ -174,7 +174,7 @@ class CountTokensRequest(OpenAIRequest):
     def make_turns(self) -> list[Turn]:
         """Return the messages of a chat; neighbours of one role are one. Raises ApiError (400)."""
         system = _join(self.system or "", "system")
-        turns = [Turn(SYSTEM, system)] if system else []
+        turns = [[Turn(SYSTEM, system)]] if system else []
         names: dict[str, str] = {}
         deferred = self._find_deferred()
         for i, message in enumerate(self.messages):
@@ -182,14 +182,11 @@ class CountTokensRequest(OpenAIRequest):
             if message.role not in ROLES:
                 raise make_field_error(f"{where}.role", f"must be user or assistant, got {message.role[:40]!r}")
             for turn in _make_turns(message, where, names, deferred):
-                last = turns[-1] if turns else None
-                if last is not None and last.role == turn.role != TOOL:
-                    text = "\n".join(filter(None, (last.content, turn.content)))
-                    thoughts = "\n".join(filter(None, (last.thoughts, turn.thoughts)))
-                    turns[-1] = last._replace(content=text, calls=last.calls + turn.calls, thoughts=thoughts)
+                if turns and turns[-1][0].role == turn.role != TOOL:
+                    turns[-1].append(turn)
                 else:
-                    turns.append(turn)
-        return turns
+                    turns.append([turn])
+        return [_join_turns(each) for each in turns]
 
 
 class MessagesRequest(CountTokensRequest):
@@ -203,6 +200,14 @@ class MessagesRequest(CountTokensRequest):
         if self.output_config is not None and (wanted := self.output_config.format) is not None:
             self.response_format = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": wanted.json_schema}})
         return self
+
+
+def _join_turns(turns: Sequence[Turn]) -> Turn:
+    """Return neighbours of one role as one turn."""
+    if len(turns) == 1:
+        return turns[0]
+    content, thoughts = ("\n".join(filter(None, texts)) for texts in zip(*((turn.content, turn.thoughts) for turn in turns), strict=True))
+    return turns[0]._replace(content=content, calls=tuple(call for turn in turns for call in turn.calls), thoughts=thoughts)
 
 
 def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferred: Mapping[str, MessagesTool]) -> Iterator[Turn]:

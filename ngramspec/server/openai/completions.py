@@ -139,6 +139,7 @@ class _TextHandler(CompletionHandler):
             grammar=self.form and self.form[1],
         )
         self._limits.check_params(params, len(self.prompts))
+        state.admission.check_sequences(len(self.prompts) * self.best_of)  # before anything is done for each of the prompts
         if self._fim is not None and not params.ignore_eos:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *self._fim.stop_ids))
         self._params = params

@@ -182,6 +182,7 @@ class ResponsesRequest(OpenAIRequest):
         if isinstance(self.input, str):
             return [*turns, Turn("user", self.input)]
         names: dict[str, str] = {}
+        grown: dict[int, list[Call]] = {}  # calls of the turn with this number, to which later items add
         thoughts = ""  # before what the assistant says or calls next
         for i, item in enumerate(self.input):
             if item.type == "reasoning":
@@ -194,11 +195,14 @@ class ResponsesRequest(OpenAIRequest):
             names |= {call.id: call.name for call in turn.calls}
             if turn.calls and turns and turns[-1].role == ASSISTANT:
                 last = turns[-1]
-                turns[-1] = last._replace(calls=last.calls + turn.calls, thoughts=last.thoughts or turn.thoughts)
+                grown.setdefault(len(turns) - 1, list(last.calls)).extend(turn.calls)
+                turns[-1] = last._replace(thoughts=last.thoughts or turn.thoughts)
             elif turn.role == SYSTEM and len(turns) == 1 and turns[0].role == SYSTEM:
                 turns[0] = Turn(SYSTEM, f"{turns[0].content}\n\n{turn.content}")
             else:
                 turns.append(turn)
+        for number, calls in grown.items():
+            turns[number] = turns[number]._replace(calls=tuple(calls))
         if not turns:
             raise make_field_error("input", "has no message")
         return turns
