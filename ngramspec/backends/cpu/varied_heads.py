@@ -60,7 +60,7 @@ def run_varied_attention(part, layer, shared):
     q = _view_heads(work.q, n_rows, n_dim)
     n_heads, eps, qkv, no_sinks = q.shape[1], numbers[EPS], work.qkv, np.empty(0, np.float32)
     columns = run_input_products(part, p, matrices[7 * layer : 7 * layer + n_projections], tables, work)
-    k_at, v_at = columns[1], columns[2] if n_projections == 3 else columns[1]
+    k_at, v_at = columns[min(n_projections - 1, 1)], columns[n_projections - 1]  # those of queries if an earlier layer has made both
     pieces = min(n_rows, PIECES)
     i = take_piece(state, part + 1)
     while i < pieces:
