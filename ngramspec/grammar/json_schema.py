@@ -60,6 +60,8 @@ def prepare_lark(grammar: str) -> str:
     while found := _LARK_WORDS.search(grammar, at):
         made.append(grammar[at : found.end()])
         at = found.end()
+        if re.match('"|/(?!/)', found[0]) and not (found["quote"] or found["slash"]):
+            raise GrammarError(f"what begins with {found[0][:20]!r} has no end")
         if found[0] == "%llguidance":
             options, at = _read_json(grammar, at, "%llguidance must be followed by a JSON object")
             if not isinstance(options, dict) or options.keys() - _LARK_OPTIONS:
@@ -69,7 +71,10 @@ def prepare_lark(grammar: str) -> str:
         if found[0] == "%json":
             schema, at = _read_json(grammar, at, "%json must be followed by a JSON schema")
             options = {"x-guidance": {"whitespace_pattern": WHITESPACE} | OPTIONS}
-            made.append(" " + json.dumps(prepare_schema(schema) | options))
+            try:
+                made.append(" " + json.dumps(prepare_schema(schema) | options))
+            except RecursionError:
+                raise GrammarError("a schema behind %json is nested too deeply") from None
     return "".join([*made, grammar[at:]])
 
 
@@ -86,7 +91,10 @@ def _read_json(text: str, at: int, why: str) -> tuple[Any, int]:
         raise GrammarError(f"{why}: {error}") from None
 
 
-_LARK_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b|%llguidance\b', re.DOTALL)
+# Strings, comments and regular expressions, whole or without an end: to try each quote of the rest as a beginning takes quadratic time.
+_LARK_WORDS = re.compile(
+    r'"(?:\\.|[^"\\])*+(?P<quote>")?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])++(?P<slash>/)?|%json\b|%llguidance\b', re.DOTALL
+)
 
 
 def _find_subschemas(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
