@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
 MAX_BYTES = 1 << 18  # of a grammar's text; GBNF, which is translated in Python, may have an eighth
 MAX_CHOICES = 4096
-_GBNF, _LARK = re.compile(r"^\s*root\s*::=", re.MULTILINE), re.compile(r"^\s*\??start\s*(\.-?\d+)?\s*:(?!:)", re.MULTILINE)
+# Blanks of one line before a name, and none twice: else a text of line ends or blanks takes quadratic time.
+_GBNF = re.compile(r"^[^\S\n]*root\s*::=", re.MULTILINE)
+_LARK = re.compile(r"^[^\S\n]*\??start\s*+(?:\.-?\d+\s*+)?:(?!:)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

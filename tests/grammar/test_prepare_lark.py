@@ -6,6 +6,7 @@ import pytest
 from fair_time import count_seconds
 
 from ngramspec.errors import GrammarError
+from ngramspec.grammar.constraint import Grammar
 from ngramspec.grammar.json_schema import prepare_lark
 
 
@@ -14,6 +15,14 @@ def test_what_has_no_end_is_refused_in_linear_time(text: str) -> None:
     with count_seconds() as seconds:
         with pytest.raises(GrammarError, match="has no end"):
             prepare_lark(text)
+        assert seconds() < 1
+
+
+@pytest.mark.parametrize("text", ["\n" * 60_000, "start" + " " * 60_000])
+def test_blanks_take_linear_time(text: str) -> None:
+    with count_seconds() as seconds:
+        with pytest.raises(GrammarError):
+            Grammar.from_text(text)
         assert seconds() < 1
 
 
