@@ -100,7 +100,7 @@ def _measure(run: Path, baseline: Path | None, c: float | None) -> dict[str, Any
 def _read(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(read_file(file, "the run"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a JSON document: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{file} is not a JSON document of a run, but a {type(document).__name__}")

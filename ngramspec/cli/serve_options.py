@@ -40,7 +40,7 @@ def parse_sampling(given: list[str]) -> dict[str, Any]:
             raise BadInputError(f"--sampling: give NAME=VALUE, got {text}")
         try:
             found[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             found[name] = value
     return found
 

@@ -141,6 +141,15 @@ def test_command_compares_a_run_with_its_baseline(tmp_path: Path) -> None:
     assert document["expected"]["walltime"] == document["expected"]["tokens_per_pass"] == pytest.approx(stats.tokens_per_pass, rel=0.05)
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "3"])
+def test_a_run_that_is_no_document_is_told_of(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(text)
+    with pytest.raises(cli.BadInputError, match="is not a JSON document") as error:
+        CliRunner().invoke(cli.app, ["plan", "--run", str(file)], catch_exceptions=False)
+    assert cli.exit_code(error.value) == 2
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

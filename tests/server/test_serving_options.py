@@ -48,6 +48,7 @@ def test_sampling_that_cannot_be_is_refused_at_the_start() -> None:
         with pytest.raises(ValidationError):
             ServerSettings(sampling=wrong)
     assert parse_sampling(["temperature=0.2", 'bad_words=["a"]']) == {"temperature": 0.2, "bad_words": ["a"]}
+    assert parse_sampling(["stop=" + "[" * 100_000]) == {"stop": "[" * 100_000}
     with pytest.raises(BadInputError):
         parse_sampling(["temperature"])
 
