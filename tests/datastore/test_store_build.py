@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -877,6 +878,21 @@ def test_a_saved_file_is_soon_in_the_store(corpus: Path, tmp_path: Path, backend
     assert is_tidy(store)
 
 
+@contextlib.contextmanager
+def watch_in_thread(store: Path) -> Iterator[SimpleQueue[Any]]:
+    """Watch a store's sources in a thread and yield what its updates bring, once the watching has begun."""
+    stop, ready, outcomes = threading.Event(), threading.Event(), SimpleQueue[Any]()
+    arguments = {"stop": stop, "on_ready": lambda _: ready.set(), "on_outcome": outcomes.put}
+    thread = threading.Thread(target=watch, args=(store,), kwargs=arguments)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield outcomes
+    finally:
+        stop.set()
+        thread.join(60)
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 @pytest.mark.parametrize("source", ["main", "main/src", "linked", "above"])
 def test_a_file_is_in_the_store_soon_after_git_tracks_it(tmp_path: Path, backend: Tokenizer, source: str) -> None:
@@ -897,17 +913,9 @@ def test_a_file_is_in_the_store_soon_after_git_tracks_it(tmp_path: Path, backend
     inner = {"main/src": "main", "above": "above/module"}.get(source, source)
     fill(tmp_path, {f"{inner}/src/new.py": "tracked = 1\n"})
     build([tmp_path / source], tmp_path / "store", backend, "bytes")
-    stop, ready, outcomes = threading.Event(), threading.Event(), SimpleQueue[Any]()
-    arguments = {"stop": stop, "on_ready": lambda _: ready.set(), "on_outcome": outcomes.put}
-    thread = threading.Thread(target=watch, args=(tmp_path / "store",), kwargs=arguments)
-    thread.start()
-    try:
-        assert ready.wait(60)
+    with watch_in_thread(tmp_path / "store") as outcomes:
         git(inner, "add", "src/new.py")
         assert outcomes.get(timeout=60).added == 1
-    finally:
-        stop.set()
-        thread.join(60)
 
 
 def test_changes_that_matter_to_nothing_leave_most_of_the_time_to_others(
@@ -926,12 +934,7 @@ def test_changes_that_matter_to_nothing_leave_most_of_the_time_to_others(
             busy_s.append(time.monotonic() - began_s)
 
     monkeypatch.setattr(watching, "update", measured)
-    stop, ready, outcomes = threading.Event(), threading.Event(), SimpleQueue[Any]()
-    arguments = {"stop": stop, "on_ready": lambda _: ready.set(), "on_outcome": outcomes.put}
-    thread = threading.Thread(target=watch, args=(tmp_path / "store",), kwargs=arguments)
-    thread.start()
-    try:
-        assert ready.wait(60)
+    with watch_in_thread(tmp_path / "store") as outcomes:
         busy_s.clear()
         began_s = time.monotonic()
         while len(busy_s) < 5:
@@ -940,9 +943,6 @@ def test_changes_that_matter_to_nothing_leave_most_of_the_time_to_others(
         assert sum(busy_s[:4]) < 0.3 * (time.monotonic() - began_s)
         (corpus / "new.py").write_text("saved = 1\n")
         assert outcomes.get(timeout=60).added == 1
-    finally:
-        stop.set()
-        thread.join(60)
 
 
 def test_watching_needs_a_store(tmp_path: Path, backend: Tokenizer) -> None:
