@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -265,9 +264,25 @@ def test_passes_of_another_type_of_keys_and_values_are_compiled_ahead(monkeypatc
     assert ([code.kv_dtype for code in started], stages) == (["float32"], ["compiling, once per installation"])
 
 
-def test_a_command_ends_once_everything_is_compiled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that a test starts. (Linux may leave one out of /proc/self/task/*/children while another one ends.)"""
+    started = list[subprocess.Popen[bytes]]()
+
+    class NotedProcess(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", NotedProcess)
+    return started
+
+
+def test_a_command_ends_once_everything_is_compiled(
+    path: Path, children: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it left out would make every later command begin with two children that compile it, and end before they have."""
-    before, waited, wait = find_children(), set[str](), background_compiler.BackgroundCompiler.wait
+    waited, wait = set[str](), background_compiler.BackgroundCompiler.wait
 
     def note(self: background_compiler.BackgroundCompiler, *names: str) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -279,35 +294,32 @@ def test_a_command_ends_once_everything_is_compiled(path: Path, monkeypatch: pyt
         monkeypatch.setattr(background_compiler.BackgroundCompiler, "wait", note)
         engine.finish_compiling(lambda _: None)
     assert waited == {*background_compiler.STAGES}
-    wait_until(lambda: find_children() <= before, 10)
+    assert len(children) >= 2
+    wait_until(lambda: all(child.poll() is not None for child in children), 10)
 
 
-def test_children_that_are_killed_are_done_without(caplog: pytest.LogCaptureFixture) -> None:
-    before = find_children()
+def test_children_that_are_killed_are_done_without(children: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture) -> None:
     told = list[str]()
     compiler = background_compiler.BackgroundCompiler(CompiledFor("float16"), told.append)
     try:
-        new = find_children() - before
-        assert len(new) == 2
+        assert len(children) == 2
         with caplog.at_level(logging.WARNING):
-            for child in new:
-                os.kill(child, signal.SIGKILL)
+            for child in children:
+                child.kill()
             compiler.wait(*background_compiler.STAGES)
     finally:
         compiler.close()
     assert sum("is compiled in this process" in record.message for record in caplog.records) == 1
 
 
-def find_children() -> set[int]:
-    return {int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
-
-
-def test_a_closed_compiler_leaves_no_process_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    before = find_children()
+def test_a_closed_compiler_leaves_no_process_and_says_nothing(
+    children: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
     compiler = background_compiler.BackgroundCompiler(CompiledFor("float16"), lambda _: None)
     compiler.close()
     compiler.wait(*background_compiler.STAGES)
-    assert find_children() == before
+    assert len(children) == 2
+    assert all(child.returncode is not None for child in children)
     assert not caplog.records
 
 
