@@ -365,7 +365,7 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
 def read_driver_version() -> str:
     """Return the version of NVIDIA's driver, "unknown" if nvidia-smi does not say."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=read_driver_version", "--format=csv,noheader"]
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"

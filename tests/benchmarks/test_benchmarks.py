@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,17 @@ def test_figures_of_known_runs() -> None:
     assert (hf["tok_s"], hf["identical"], hf["tokens"], hf["off_against"], hf["on_against"]) == (1.0, 2, 6, 2.0, 4.0)
     assert (hf["off_against_median"], hf["on_against_median"]) == (2.5, 5.0)
     assert found["peers"]["vllm-none"] == {"absent": "why"}
+
+
+def test_the_driver_is_asked_for_by_a_name_that_nvidia_smi_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = tmp_path / "nvidia-smi"
+    stub.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] || exit 2\necho 570.86\n')
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert common.read_driver_version() == "570.86"
+    stub.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert common.read_driver_version() == "unknown"
 
 
 # ---------------------------------------------------------------------------- decode
