@@ -12,6 +12,7 @@ import hashlib
 import heapq
 import importlib.metadata
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -179,18 +180,26 @@ def wait_for(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the object of each line of a JSONL file that is not blank. Raises ValueError, naming the line."""
+    with path.open(encoding="utf-8") as file:  # `splitlines` would also cut at U+2028 and others that a JSON string may hold as they are
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path.name}:{number}: {error}") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path.name}:{number}: a row must be a JSON object, got {line.strip()[:40]}")
+                yield number, row
+
+
 def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
     """Read the prompts of a JSONL file, in its order. A row has `prompt` (text or token ids) or `messages`, of which the first turn counts.
 
     With `suffix` it asks for the text between `prompt`, which is text and may be empty, and `suffix`. Raises ValueError, naming the row.
     """
-    prompts: list[Prompt] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if limit is not None and len(prompts) >= limit:
-                break
-            if line.strip():
-                prompts.append(_read_row(line, f"{path.name}:{number}", tokenizer))
+    prompts = [_read_row(row, f"{path.name}:{number}", tokenizer) for number, row in itertools.islice(iterate_rows(path), limit)]
     if not prompts:
         raise ValueError(f"{path} has no prompts")
     return prompts
@@ -209,9 +218,8 @@ def pick_fitting(prompts: list[Prompt], max_tokens: int, max_model_len: int) -> 
     return found
 
 
-def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
-    row = json.loads(line)
-    if not isinstance(row, dict) or not (isinstance(row.get("prompt"), (str, list)) or row.get("messages")):
+def _read_row(row: dict[str, Any], where: str, tokenizer: Any) -> Prompt:
+    if not (isinstance(row.get("prompt"), (str, list)) or row.get("messages")):
         raise ValueError(f"{where}: a row must have `prompt` (text or token ids) or `messages`")
     prompt, messages, suffix = row.get("prompt"), row.get("messages"), row.get("suffix")
     if suffix is not None:
@@ -227,6 +235,12 @@ def _read_row(line: str, where: str, tokenizer: Any) -> Prompt:
     if not ids:
         raise ValueError(f"{where}: the prompt has no tokens")
     return Prompt(str(row.get("id", where)), ids)
+
+
+def get_reference(row: dict[str, Any]) -> str:
+    """Return the `reference` of a row: of several the first that says something, "" without one."""
+    reference = row.get("reference") or ""
+    return reference if isinstance(reference, str) else next(filter(None, reference), "")
 
 
 def get_first_turn(messages: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -145,10 +144,8 @@ def read_texts(paths: list[Path], tokenizer: Any, n_tokens: int, max_len: int) -
 
 def read_references(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
     """Yield prompts and references of those rows that have one (of several the first), as token ids."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for row, prompt in zip(rows, common.read_prompts(path, tokenizer), strict=True):
-        reference = row.get("reference") or ""
-        text = reference if isinstance(reference, str) else next(filter(None, reference), "")
+    for (_, row), prompt in zip(common.iterate_rows(path), common.read_prompts(path, tokenizer), strict=True):
+        text = common.get_reference(row)
         if prompt.ids and text:
             yield prompt.ids, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

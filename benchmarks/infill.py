@@ -12,7 +12,6 @@ a table and a last line of JSON to standard output.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -56,11 +55,9 @@ class Score(NamedTuple):
 
 
 def read_cursors(path: Path, limit: int) -> list[Cursor]:
-    """Return `limit` rows of a file, evenly over it. A row's `reference` may be a list, of which the first counts."""
-    rows = common.pick_evenly([json.loads(line) for line in path.read_text("utf-8").splitlines()], limit)
-    references = [row["reference"] for row in rows]
-    texts = [reference if isinstance(reference, str) else reference[0] for reference in references]
-    return [Cursor(row["prompt"], text, row["suffix"]) for row, text in zip(rows, texts, strict=True)]
+    """Return `limit` rows of a file, evenly over it. Of several references the first counts."""
+    rows = common.pick_evenly([row for _, row in common.iterate_rows(path)], limit)
+    return [Cursor(row["prompt"], common.get_reference(row), row["suffix"]) for row in rows]
 
 
 def put_cursors(old: Path, new: Path, limit: int, seed: int = 0) -> list[Cursor]:

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import heapq
 import inspect
-import json
 import re
 import shutil
 import statistics
@@ -25,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from benchmarks.common import Prompt
+from benchmarks.common import Prompt, get_reference, iterate_rows
 from ngramspec import SamplingParams
 from ngramspec.backends.base import Output
 from ngramspec.engine.acceptance import AcceptedTokens, ExactMatch
@@ -54,32 +53,31 @@ def find_edited_text(row: dict[str, Any]) -> str:
 
 def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int, predicted: bool = False) -> list[RecordedText]:
     """Read the traces of a JSONL file. A row has `prompt_ids` and `output_ids`; or `messages`, whose last assistant message is the output,
-    else `model_output` or `reference` is; or `prompt` and `reference`. Outputs of fewer than 8 tokens are left out.
+    else `model_output` or `reference` (of several the first) is; or `prompt` and one of these two. Outputs of fewer than 8 tokens are left
+    out.
     """
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     traces: list[RecordedText] = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if limit is not None and len(traces) >= limit:
-                break
-            row = json.loads(line)
-            if "output_ids" in row:
-                prompt, output = list(row["prompt_ids"]), list(row["output_ids"])
-            elif "messages" in row:
-                messages = [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in row["messages"]]
-                replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-                text = messages[replies[-1]]["content"] if replies else str(row.get("model_output") or row.get("reference") or "")
-                asked = messages[: replies[-1]] if replies else messages
-                prompt = encode(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
-                output = encode(text)
-            else:
-                prompt, output = encode(row["prompt"]), encode(str(row.get("model_output") or row["reference"]))
-            if len(output) >= 8:
-                top = (np.array(row["top_ids"], np.int64), np.array(row["top_logprobs"], np.float32)) if "top_ids" in row else None
-                traces.append(RecordedText(prompt, output[:max_out], encode(find_edited_text(row)) if predicted else None, top))
+    for _, row in iterate_rows(path):
+        if limit is not None and len(traces) >= limit:
+            break
+        if "output_ids" in row:
+            prompt, output = list(row["prompt_ids"]), list(row["output_ids"])
+        elif "messages" in row:
+            messages = [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in row["messages"]]
+            replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            text = messages[replies[-1]]["content"] if replies else str(row.get("model_output") or get_reference(row))
+            asked = messages[: replies[-1]] if replies else messages
+            prompt = encode(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+            output = encode(text)
+        else:
+            prompt, output = encode(row["prompt"]), encode(str(row.get("model_output") or get_reference(row)))
+        if len(output) >= 8:
+            top = (np.array(row["top_ids"], np.int64), np.array(row["top_logprobs"], np.float32)) if "top_ids" in row else None
+            traces.append(RecordedText(prompt, output[:max_out], encode(find_edited_text(row)) if predicted else None, top))
     if not traces:
         raise ValueError(f"{path} has no usable traces")
     return traces

@@ -18,6 +18,7 @@ standard error, a table and a last line of JSON to standard output.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -118,8 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Return the JSON document of a comparison on this engine."""
     prompts = common.read_prompts(args.prompts, engine.tokenizer, args.limit)
-    with args.prompts.open(encoding="utf-8") as file:
-        schemas = [schema_of(json.loads(line)) for line in file if line.strip()][: len(prompts)]
+    schemas = [schema_of(row) for _, row in itertools.islice(common.iterate_rows(args.prompts), len(prompts))]
     fitting = [i for i, prompt in enumerate(prompts) if len(prompt.ids) + args.max_tokens <= engine.max_model_len]
     if not fitting:
         raise SystemExit(f"no prompt fits in {engine.max_model_len} tokens beside --max-tokens {args.max_tokens}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -64,8 +63,7 @@ def read_rows(path: Path, tokenizer: Any, limit: int) -> list[dict[str, Any]]:
     """Return `limit` rows, evenly over those of at most MAX_PROMPT tokens, as `ids`, and `text` where the prompt is plain text."""
     fim = Fim.detect(tokenizer)
     rows = []
-    for line in path.read_text("utf-8").splitlines():
-        row = json.loads(line)
+    for _, row in common.iterate_rows(path):
         text = None
         if row.get("messages"):
             ids = common.encode_chat(common.get_first_turn(row["messages"]), tokenizer)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
-import json
 import random
 import tomllib
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Prompt, encode_chat, get_first_turn
+from benchmarks.common import Prompt, encode_chat, get_first_turn, iterate_rows
 from benchmarks.recordings import find_edited_text
 from ngramspec.datastore.build import build
 from ngramspec.datastore.corpus import CorpusOptions
@@ -57,8 +56,7 @@ def read_category(name: str, data: Path, tokenizer: Any, limit: int, longest: in
     """
     rows = []
     for file, tasks in CATEGORIES[name]["files"].items():
-        some = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        some = [row for row in some if not tasks or row.get("task") in tasks]
+        some = [row for _, row in iterate_rows(data / file) if not tasks or row.get("task") in tasks]
         rows.append(random.Random(SEED).sample(some, len(some)))
     category = Category(name, [], limit)
     for row in (row for several in zip(*rows, strict=False) for row in several):  # of each file in turn

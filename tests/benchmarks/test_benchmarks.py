@@ -15,8 +15,9 @@ import pytest
 import tiny
 import torch
 
-from benchmarks import common, decode, loads, peers, step
+from benchmarks import common, decode, fidelity, infill, loads, peers, step, text_ends
 from benchmarks.peers import PeerAbsentError, PeerTask, TimedRun
+from benchmarks.recordings import read_traces
 from ngramspec import SamplingParams, Stats
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -130,6 +131,29 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, tokenizer: Any) -> None
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match="no prompts"):
         common.read_prompts(tmp_path / "empty.jsonl", tokenizer)
+
+
+def test_a_row_may_hold_every_character_that_json_allows(tmp_path: Path, tokenizer: Any) -> None:
+    """U+2028 and U+0085 end a line of text, not one of a JSONL file."""
+    rows = [{"prompt": "a\u2028b", "suffix": "\x85", "reference": "c\u2028d"}, {"prompt": "e", "suffix": "", "reference": ["", "f", "g"]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    assert [row for _, row in common.iterate_rows(path)] == rows
+    assert [(each.prefix, each.reference) for each in infill.read_cursors(path, 2)] == [("a\u2028b", "c\u2028d"), ("e", "f")]
+    path.write_text(json.dumps({"prompt": "a\u2028b", "reference": "c\u2028d"}, ensure_ascii=False), encoding="utf-8")
+    ((_, reference),) = fidelity.read_references(path, tokenizer)
+    assert bytes(reference).decode() == "c\u2028d"
+    assert bytes(text_ends.read_rows(path, tokenizer, 1)[0]["ids"]).decode() == "a\u2028b"
+    for wrong in ("[1]", "{"):
+        path.write_text(f'{{"prompt": "a"}}\n{wrong}\n')
+        with pytest.raises(ValueError, match=r"rows\.jsonl:2: "):
+            list(common.iterate_rows(path))
+
+
+def test_a_recorded_output_is_the_first_of_several_references(tmp_path: Path, tokenizer: Any) -> None:
+    chat = {"messages": [{"role": "user", "content": "U"}]}
+    path = write_rows(tmp_path, [chat | {"reference": ["first\nof two", "second"]}, {"prompt": "p", "reference": ["longer text"]}, chat])
+    assert [bytes(trace.output).decode() for trace in read_traces(path, tokenizer, None, 99)] == ["first\nof two", "longer text"]
 
 
 def test_random_prompts_are_reproducible_and_never_repeat(tokenizer: Any) -> None:
