@@ -16,9 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.common import describe_machine, encode_chat, get_candidates, pick_evenly, print_document, print_progress
+from benchmarks.common import describe_machine, encode_chat, get_candidates, iterate_rows, pick_evenly, print_document, print_progress
 from ngramspec import Engine, SamplingParams
 from ngramspec.prompts.fim import Fim
 from ngramspec.speculative.features import KEPT
@@ -43,8 +41,7 @@ def encode_prompt(row: dict[str, Any], tokenizer: Any, fim: Fim | None) -> list[
 def read_prompts(path: Path, engine: Engine, limit: int | None, max_prompt: int) -> list[dict[str, Any]]:
     """Return `limit` rows, evenly over those of at most `max_prompt` tokens, with their `prompt_ids`."""
     fim, rows = Fim.detect(engine.tokenizer), []
-    for n, line in enumerate(path.read_text("utf-8").splitlines()):
-        row = json.loads(line)
+    for n, (_, row) in enumerate(iterate_rows(path)):
         ids = encode_prompt(row, engine.tokenizer, fim)
         if 0 < len(ids) <= max_prompt:
             rows.append({"id": row.get("id", f"{path.stem}/{n}"), "group": row.get("group", ""), "prompt_ids": ids})
@@ -53,7 +50,9 @@ def read_prompts(path: Path, engine: Engine, limit: int | None, max_prompt: int)
 
 def record(engine: Engine, rows: list[dict[str, Any]], params: SamplingParams, out: Path) -> int:
     """Append a trace of each row that `out` lacks, a batch at a time, and return how many tokens were written."""
-    done = {json.loads(line)["id"] for line in out.read_text("utf-8").splitlines()} if out.exists() else set()
+    whole = out.read_bytes().rpartition(b"\n")[0] if out.exists() else b""  # a line that was not finished goes
+    out.write_bytes(whole + b"\n" if whole else b"")
+    done = {json.loads(line)["id"] for line in whole.splitlines()}
     rows, n_tokens = [row for row in rows if row["id"] not in done], 0
     with out.open("a", encoding="utf-8") as file:
         for i in range(0, len(rows), BATCH):
@@ -88,7 +87,7 @@ def main() -> None:
     settings = {"limit": args.limit, "max_tokens": args.max_tokens, "max_prompt": args.max_prompt}
     settings |= {"temperature": args.temperature, "seed": args.seed}
     figures = {"tokens": tokens, "seconds": round(time.perf_counter() - started, 1), "settings": settings}
-    print_document({"benchmark": "record", "model": args.model, **figures, **describe_machine("cpu", torch.get_num_threads())})
+    print_document({"benchmark": "record", "model": args.model, **figures, **describe_machine("cpu", engine.threads)})
 
 
 if __name__ == "__main__":
