@@ -385,8 +385,9 @@ def read_driver_version() -> str:
         return "unknown"
 
 
-def enlarge_pages(engine: Engine) -> None:
-    """Do now what an engine does in the first idle seconds after its start."""
+def finish_start(engine: Engine) -> None:
+    """Do now what an engine does in the background after its start: at a first one it drafts nothing until drafting is compiled."""
+    engine.finish_compiling(print_progress)
     while engine.runner.enlarge_page():
         pass
 

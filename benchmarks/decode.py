@@ -123,7 +123,7 @@ def make_params(args: argparse.Namespace) -> SamplingParams:
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Return the JSON document of a comparison on this engine, which `open_engine` opened."""
-    common.enlarge_pages(engine)
+    common.finish_start(engine)
     if args.cost != "measured":
         engine.use(cost=FixedCost(common.SLOPES[args.cost], engine.cost.max_rows))
     params = make_params(args)
@@ -170,6 +170,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 
 def compare_texts(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Return the JSON document of a comparison of texts in every mode."""
+    common.finish_start(engine)
     log, first, result, n_tokens = common.ResultLog(args.log), str(args.modes[0]), dict[str, Any](), 0
     settings = {name: getattr(args, name) for name in ("model", "precision", "max_tokens", "temperature", "seed")}
     for path in args.prompts:

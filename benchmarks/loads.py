@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         unrelated = common.pick_evenly(common.read_prompts(args.unrelated, off.engine.tokenizer), args.limit) if args.unrelated else []
         first = next(prompts[0] for prompts in sets.values() if prompts)
         for each in contenders:
-            common.enlarge_pages(each.engine)
+            common.finish_start(each.engine)
             for speculation in (False, True):  # what is loaded at first is not in anybody's time
                 each.engine.complete(first.ids[:64], SamplingParams(max_tokens=16, temperature=1.0), speculation=speculation)
             each.learn(disturbed if disturbed is not None and each.name == "disturbed" else copy.deepcopy(off.engine.core.cost))

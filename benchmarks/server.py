@@ -184,7 +184,10 @@ def measure_overhead(model: str, settings: dict[str, Any], args: argparse.Namesp
     the server adds where cores are free.
     """
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
-    with Engine(model, **settings) as engine, serve(model, **settings) as process:
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(Engine(model, **settings))
+        common.finish_start(engine)
+        process = stack.enter_context(serve(model, **settings))
 
         def make_prompts(clients: int) -> list[list[int]]:
             return [make_prompt(rng, PROMPT_TOKENS) for _ in range(clients)]

@@ -61,12 +61,12 @@ def measure(args: argparse.Namespace, llama: Peer | None) -> dict[str, Any]:
     on_cpu = args.device == "cpu"
     options: dict[str, Any] = {} if on_cpu else {"kv_memory": KV_BYTES}
     engine = Engine(args.model, linears=args.linears, progress=common.print_progress, **common.get_engine_options(args), **options)
+    common.finish_start(engine)
     if on_cpu:
         engine.close()  # passes run in this thread: a second one's OpenMP team would make each yield the cores to the other
     else:
         torch.cuda.set_device(args.device)
     torch.set_num_threads(engine.threads)
-    common.enlarge_pages(engine)
     if args.context + max(args.rows) > engine.max_model_len:
         raise SystemExit(f"--context {args.context} and {max(args.rows)} rows do not fit the model's {engine.max_model_len} tokens")
     prompt = args.prompt_tokens if engine.max_model_len >= args.prompt_tokens else None

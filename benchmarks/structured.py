@@ -118,6 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Return the JSON document of a comparison on this engine."""
+    common.finish_start(engine)
     prompts = common.read_prompts(args.prompts, engine.tokenizer, args.limit)
     schemas = [schema_of(row) for _, row in itertools.islice(common.iterate_rows(args.prompts), len(prompts))]
     fitting = [i for i, prompt in enumerate(prompts) if len(prompt.ids) + args.max_tokens <= engine.max_model_len]

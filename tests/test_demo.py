@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,8 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+    def finish_compiling(self, progress: Callable[[str], None]) -> None: ...
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)

@@ -96,7 +96,9 @@ def open_engine(plan: Plan, model: str, **options: Any) -> Engine:
     """Return an engine without a tokenizer: the parts hand it token ids, and measure passes, not text."""
     if not plan.device.startswith("cuda"):
         options.pop("linears", None)
-    return Engine(model, device=plan.device, dtype=plan.dtype, kv_memory=plan.kv_bytes, progress=print_progress, **options)
+    engine = Engine(model, device=plan.device, dtype=plan.dtype, kv_memory=plan.kv_bytes, progress=print_progress, **options)
+    common.finish_start(engine)
+    return engine
 
 
 def release(plan: Plan) -> None:

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, Any]:
     """Return the document: what is known, and what is measured now."""
+    common.finish_start(engine)
     settings = {
         "model": args.model,
         "dtype": engine.props()["dtype"],

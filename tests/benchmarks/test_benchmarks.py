@@ -18,7 +18,7 @@ import torch
 from benchmarks import common, decode, fidelity, infill, loads, peers, step, text_ends
 from benchmarks.peers import PeerAbsentError, PeerTask, TimedRun
 from benchmarks.recordings import read_traces
-from ngramspec import SamplingParams, Stats
+from ngramspec import Engine, SamplingParams, Stats
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 TEXTS = ("def add(a, b):\n", "abcabcabcabc", "x = 1\nx = 1\nx =", "the cat, the dog, the", "import os\nimport")
@@ -218,7 +218,11 @@ def test_the_driver_is_asked_for_by_a_name_that_nvidia_smi_knows(tmp_path: Path,
 
 
 @pytest.mark.parametrize("options", [[], ["--temperature", "0.8", "--seed", "3"]])
-def test_decode_keeps_its_contract(folder: Path, prompts_file: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_keeps_its_contract(
+    folder: Path, prompts_file: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited, finish_compiling = [], Engine.finish_compiling
+    monkeypatch.setattr(Engine, "finish_compiling", lambda *args: waited.append(finish_compiling(*args)))
     arguments = ["--model", str(folder), "--prompts", str(prompts_file), "--max-tokens", "12", *options]
     decode.main([*arguments, "--against", "hf-pld" if options else "hf,hf-pld,vllm-none", "--vllm-python", "/nowhere/python"])
     alone = last_document(capsys)
@@ -227,6 +231,7 @@ def test_decode_keeps_its_contract(folder: Path, prompts_file: Path, options: li
     decode.main([*arguments, "--concurrency", "2", "--per-turn", "3"])
     queued = last_document(capsys)
     assert queued["settings"]["per_turn"] == 3
+    assert len(waited) == 3, "until drafting is compiled, at a first start, speculation on would be speculation off"
     for document in (alone, together, queued):
         assert document["prompts"] == document["identical"] == len(TEXTS)
         assert 0 < document["tokens"] <= 12 * len(TEXTS)
