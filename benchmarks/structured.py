@@ -138,9 +138,10 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         drafts = make_fresh_drafts(engine, 64)  # nothing that one has learned helps another
         return OurEngine(engine, lambda prompt: params[tuple(prompt)], speculation, speculator=drafts, drafts_forced_tokens=forced)
 
-    contenders = {"off": make_contender(False, False), "without": make_contender(True, False), "on": make_contender(True, True)}
-    for contender in contenders.values():
-        contender.complete([ids[0]])
+    ways = {"off": (False, False), "without": (True, False), "on": (True, True)}
+    for way in ways.values():  # what is made at a first call; the drafts that know this answer are not used again
+        make_contender(*way).complete([ids[0]])
+    contenders = {name: make_contender(*way) for name, way in ways.items()}
     runs: dict[str, list[TimedRun]] = {name: [] for name in contenders}
     for i, order in enumerate(common.order_turns(list(contenders), len(ids))):
         for name in order:

@@ -9,6 +9,9 @@ import pytest
 import tiny
 
 from benchmarks import structured
+from benchmarks.our_engine import OurEngine
+from benchmarks.peers import TimedRun
+from ngramspec import Engine
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 FUNCTION = {
@@ -42,7 +45,21 @@ def test_schemas_fit_their_references() -> None:
     assert not structured.is_valid({}, "{")
 
 
-def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _sum_up(runs: tuple[TimedRun, ...]) -> tuple[int, float]:
+    return sum(run.n_tokens for run in runs), sum(run.seconds for run in runs)
+
+
+def test_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    runs: list[TimedRun] = []
+
+    class WatchedEngine(OurEngine):
+        def complete(self, prompts: list[list[int]]) -> TimedRun:
+            runs.append(super().complete(prompts))
+            return runs[-1]
+
+    waited, finish_compiling = [], Engine.finish_compiling
+    monkeypatch.setattr(Engine, "finish_compiling", lambda *args: waited.append(finish_compiling(*args)))
+    monkeypatch.setattr(structured, "OurEngine", WatchedEngine)
     tokenizer = tiny.byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tiny.tiny_model("llama", max_position_embeddings=1024).save_pretrained(tmp_path / "model")
@@ -55,6 +72,15 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert document["forced_share"] > 0
     assert set(document["mask_ms"]) == {"p50", "p99"}
     assert {"tok_s_off", "tok_s_on", "speedup", "by_foresight"} <= set(document)
+    warm_up, first, second = runs[:3], runs[3:6], runs[6:]
+    assert all(run.outputs == first[0].outputs for run in warm_up + first)
+    assert not any("answers" in run.stats.drafted_by_source for run in first), "nobody knows the answer from the warm-up"
+    tokens, seconds = zip(*(_sum_up(some) for some in zip(first, second[2:] + second[:2], strict=True)), strict=True)  # in turns
+    off, without, on = (n / s for n, s in zip(tokens, seconds, strict=True))
+    assert [document[name] for name in ("speedup", "by_foresight")] == pytest.approx([on / off, on / without], abs=1e-3)
+    prompts = [sum(run.prompt_s for run in some) for some in zip(first, second[2:] + second[:2], strict=True)]
+    assert document["decoding_speedup"] == pytest.approx((seconds[0] - prompts[0]) / (seconds[2] - prompts[2]), abs=1e-3)
+    assert waited, "a first start drafts nothing until drafting is compiled"
 
 
 def test_what_a_row_takes_by_size_of_the_vocabulary() -> None:
