@@ -13,7 +13,6 @@ params = xllamacpp.CommonParams()
 params.model.path = model
 params.n_ctx, params.n_parallel, params.port = context, 1, 0
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-params.warmup = False
 params.n_cache_reuse = 256  # as the presets --fim-… have it: keys and values of a text that has moved are moved, which is not exact
 if spec_type != "none":
     params.speculative.types = [
