@@ -12,8 +12,9 @@ tokens. Each server has the same file and threads; functions are done by all ser
     requests    at the beginnings of words of the body, in their order, each waited for: milliseconds to the first and the last token;
                 `prompt_tokens`: how many of the prompt's were computed, in the mean, at cold and at these requests. With `--pauses`
                 what is between two of them is typed before the next one, in the mean time of a key and of a line
-    typed       the body is typed for real: each key cancels the request under way and sends another, unless what is shown goes on with
-                that key. A suggestion that is what comes next, or whose first line is, is accepted instead of typing it
+    typed       the bodies of as many other functions, which no server was asked for before, are typed for real: each key cancels the
+                request under way and sends another, unless what is shown goes on with that key. A suggestion that is what comes next, or
+                whose first line is, is accepted instead of typing it. What is around the cursor has been computed when typing begins
     ring        with `--ring 16`, llama.vim's default, requests carry parts of files that were visited before, and one without a text to
                 write is sent once a second for each new part, in the `--reading` seconds before a function's first request
     edits       a name is to be changed in a file of the new release by chat, whose answer is the whole file: seconds to the end. The
@@ -404,12 +405,17 @@ def summarise(server: ReplayedServer) -> dict[str, Any]:
     return figures | ({"instruction_sets": server.note} if server.note else {})
 
 
-async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction], args: argparse.Namespace) -> None:
-    """Have every server serve the writing of every function, in turns."""
+async def replay(
+    servers: dict[str, ReplayedServer], functions: list[NewFunction], typed: list[NewFunction], args: argparse.Namespace
+) -> None:
+    """Have every server serve the writing of every function, in turns: suggestions for one are waited for, then another is typed.
+
+    A server that keeps its outputs would know what it is asked for while a function is typed for which it was asked before.
+    """
     if args.ring:
-        visited = find_new_functions(args.old, args.new, len(functions) + args.ring)
+        visited = find_new_functions(args.old, args.new, len(functions) + len(typed) + args.ring)
         for server in servers.values():
-            server.ring.fill([each for each in visited if each not in functions])
+            server.ring.fill([each for each in visited if each not in functions + typed])
             await warm_up(server)
     for n, (function, order) in enumerate(zip(functions, common.order_turns(list(servers), len(functions)), strict=True)):
         for name in order:
@@ -417,8 +423,11 @@ async def replay(servers: dict[str, ReplayedServer], functions: list[NewFunction
             if args.ring:
                 await read_on(server, function, args.reading)
             await wait_for_each(server, function, args.requests, args.max_tokens, args.think if args.pauses else None)
-            await type_body(server, function, args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
             server.ring.pick_around(function)
+            if n < len(typed):
+                await fetch(server.address, "/infill", make_body(typed[n], 0, 0, server.ring) | {"stream": False})
+                await type_body(server, typed[n], args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
+                server.ring.pick_around(typed[n])
             await asyncio.gather(*server.warm_ups)  # the next server has the machine for itself
             server.warm_ups.clear()
         common.print_progress(f"{n + 1}/{len(functions)} functions: {function.name}")
@@ -442,7 +451,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--reading", type=float, default=10.0, metavar="S", help="seconds before a function is begun, with --ring")
     parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
     parser.add_argument("--pauses", action="store_true", help="between these requests the time passes that typing takes")
-    parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed")
+    parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed (0: nothing is)")
     parser.add_argument("--edits", type=int, default=0, help="whole files that are edited by chat")
     parser.add_argument("--think", type=float, default=2.0, metavar="S", help="seconds before the first key of a line")
     parser.add_argument("--max-tokens", type=common.parse_positive, default=64)
@@ -456,14 +465,15 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    functions = find_new_functions(args.old, args.new, args.functions, args.after_line) if args.functions else []
+    found = find_new_functions(args.old, args.new, 2 * args.functions, args.after_line) if args.functions else []
+    functions, typed = found[::2], found[1::2] if args.typed else []
     with contextlib.ExitStack() as stack:
         servers = {}
         for name in args.contenders.split(","):
             common.print_progress(f"starting {name}")
             servers[name] = stack.enter_context(open_server(name, args))
             servers[name].ring = Ring(args.ring, args.seed)
-        asyncio.run(replay(servers, functions, args))
+        asyncio.run(replay(servers, functions, typed, args))
         figures = {name: summarise(server) for name, server in servers.items()}
     columns = [
         "cold_s",

@@ -1,7 +1,15 @@
 from __future__ import annotations
 
+import argparse
+import asyncio
+import os
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from benchmarks import session
+from benchmarks.http_client import ServerAddress
 from benchmarks.session import Ring, find_accepted, find_edits, find_new_functions
 
 OLD = "def keep(text):\n    return text.strip()\n"
@@ -50,3 +58,40 @@ def test_a_ring_keeps_the_latest_chunks_and_none_like_the_lines_at_the_cursor() 
         assert not ring.update()
     assert [chunk["text"] for chunk in ring.get_extra()] == ["\n".join(text) + "\n" for text in texts[-4:]]
     assert [chunk["text"][0] for chunk in ring.get_extra(texts[4])] == ["c", "d", "f"]
+
+
+def test_what_is_typed_has_not_been_asked_for_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that keeps its outputs would have the suggestions for it."""
+    new = "\n\n".join(f"def say_{i}(text):\n    first = text + '{i}'\n" + "    print(first, text, len(text))\n" * 4 for i in range(4))
+    for name, text in (("old", ""), ("new", new)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text(text)
+    found = session.find_new_functions(tmp_path / "old", tmp_path / "new", 4)
+    asked: dict[str, list[int]] = {}  # by the text before the cursor, how many tokens each request wanted
+
+    async def answer(_address: object, *rest: Any) -> tuple[int, bytes] | str:
+        body, times = (rest[1], []) if isinstance(rest[0], str) else rest[:2]
+        asked.setdefault(body["input_prefix"] + body["prompt"], []).append(body["n_predict"])
+        times.append(0.0)
+        return (200, b"{}") if isinstance(rest[0], str) else ""
+
+    for name, value in (("complete", answer), ("fetch", answer), ("KEY_MEAN_S", 1e-3), ("KEY_DEVIATION_S", 1e-3)):
+        monkeypatch.setattr(session, name, value)
+    args = argparse.Namespace(ring=0, requests=3, max_tokens=8, pauses=False, think=0.0, typed=5, edits=0, seed=0, new=tmp_path / "new")
+    server = session.ReplayedServer(ServerAddress(0), os.getpid())
+    asyncio.run(session.replay({"on": server}, found[::2], found[1::2], args))
+    assert (len(server.figures.first_ms), server.figures.typed_chars, server.figures.asked) == (2 * 3, 2 * 5, 2 * 5)
+    assert all(wanted in ([8], [0, 8]) for wanted in asked.values()), "only the prompt was computed before it is typed"
+    assert sum(wanted == [0, 8] for wanted in asked.values()) == 2
+
+
+def test_figures_of_a_known_session() -> None:
+    server = session.ReplayedServer(ServerAddress(0), os.getpid())
+    f = server.figures
+    f.cold_ms, f.first_ms, f.last_ms = [3000.0, 1000.0], [float(i) for i in range(40)], [2.0 * i for i in range(40)]
+    f.cold_tokens, f.first_tokens = [1000, 2000], [10, 20]
+    f.asked, f.shown, f.accepted_chars, f.typed_chars, f.cpu_s = 8, 2, 50, 10, 5.0
+    found = session.summarise(server)
+    assert (found["cold_s"], found["first_ms"], found["last_ms"], found["prompt_tokens"]) == (2.0, [20, 38], [40, 76], [1500, 15])
+    assert (found["shown"], found["cpu_s_per_accepted_char"]) == (0.25, 0.1)
+    assert "edit_s" not in found
