@@ -10,6 +10,7 @@ import ast
 import fnmatch
 import hashlib
 import heapq
+import importlib
 import importlib.metadata
 import inspect
 import itertools
@@ -356,6 +357,17 @@ def _to_name(key: dict[str, Any]) -> str:
 def hash_outputs(outputs: Iterable[list[int]]) -> str:
     """Return a name of a list of outputs, so that runs can be compared."""
     return hashlib.sha256(json.dumps(list(outputs)).encode()).hexdigest()[:16]
+
+
+def digest_code(device: str) -> str:
+    """Return a name of the code that is measured: the package's files but for the server, and on the CPU but for the CUDA path."""
+    digest, left_out = hashlib.sha256(), {"server"} if device.startswith("cuda") else {"server", "cuda"}
+    for package in ("ngramspec", "ngramspec.datastore"):
+        root = Path(str(importlib.import_module(package).__file__)).parent
+        for path in sorted((*root.rglob("*.py"), *root.rglob("*.npz"))):
+            if not left_out & set(path.relative_to(root).parts):
+                digest.update(path.read_bytes())
+    return f"{ngramspec.__version__}-{digest.hexdigest()[:12]}"
 
 
 def get_device_name(device: str) -> str:

@@ -17,8 +17,8 @@ With `--trace` a recording is replayed ("replayed": true): every pass runs, and 
 model would have written. So a model of random weights shows the time, and a real model's text what drafts are worth.
 
 With `--identity` nothing is timed: every prompt is completed in every mode, speculation off or on, as many prompts at a time as the mode
-says, and the first mode is what the others are compared with. `--log` keeps each text's digest as it is done, and a later call goes on from
-there. The exit status is 1 if a text differs.
+says, and the first mode is what the others are compared with. `--log` keeps each text's digest as it is done, and a later call with the
+same code and settings goes on from there. The exit status is 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ SETTINGS = (
     "tokenizer",
     "precision",
 )
+# Further options on which a text may depend.
+TEXT_SETTINGS = ("device", "dtype", "linears", "tokenizer", "threads")
 MAX_SEQS = 64  # of an engine, or more if --concurrency wants it
 
 
@@ -175,7 +177,8 @@ def compare_texts(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     settings = {name: getattr(args, name) for name in ("model", "precision", "max_tokens", "temperature", "seed")}
     for path in args.prompts:
         prompts = common.pick_fitting(common.read_prompts(path, engine.tokenizer, args.limit), args.max_tokens, engine.max_model_len)
-        keys = {prompt.name: settings | {"set": path.stem, "prompt": prompt.name} for prompt in prompts}
+        same = {"set": path.stem, "code": common.digest_code(args.device), **{name: getattr(args, name) for name in TEXT_SETTINGS}}
+        keys = {p.name: settings | same | {"prompt": p.name, "asked": common.hash_outputs([p.ids])} for p in prompts}
         row = result[path.stem] = {"prompts": len(prompts)}
         for mode in args.modes:
             ours, name = OurEngine(engine, make_params(args), mode.speculation), str(mode)
@@ -243,6 +246,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--per-turn: peers and --identity take all prompts of a turn at once; leave --against and --identity out")
     if args.identity and not args.prompts:
         parser.error("--identity: --prompts is needed")
+    if args.identity and len(set(args.modes)) < 2:
+        parser.error(f"--modes: two different ones are compared, got {args.modes[0]} alone")
     if args.temperature is None:
         args.temperature = 1.5 if args.random_prompts else 0.0
     args.max_tokens = args.max_tokens or (512 if args.trace else 128)

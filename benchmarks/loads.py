@@ -157,6 +157,7 @@ class LoadedEngine:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     log = common.ResultLog(args.log)
+    settings = {"limit": args.limit, "max_tokens": args.max_tokens, "datastore": args.datastore and Path(args.datastore).name}
     disturbed = disturbed_cost(args) if args.disturbed else None
     with ExitStack() as stack:
         contenders = [LoadedEngine(name, stack.enter_context(open_contender(name, args))) for name in list_contender_names(args)]
@@ -173,9 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             each.learn(disturbed if disturbed is not None and each.name == "disturbed" else copy.deepcopy(off.engine.core.cost))
             if each.name == "disturbed":
                 learn_cost(each, [prompt for prompts in sets.values() for prompt in prompts])
-        rows = []
+        rows, code = [], common.digest_code(args.device)
         for name, prompts in sets.items():
-            fitting = [prompt for prompt in prompts if len(prompt.ids) + 3 * args.max_tokens // 2 <= off.engine.max_model_len]
+            fitting = common.pick_fitting(prompts, 3 * args.max_tokens // 2, off.engine.max_model_len)
             for temperature in args.temperatures:
                 for concurrency in args.concurrency:
                     key = {"set": name, "temperature": temperature, "concurrency": concurrency, "model": args.model, "limit": args.limit}
@@ -185,9 +186,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                         "unrelated": bool(unrelated),
                         "disturbed": args.disturbed,
                     }
+                    some = mix_prompts(common.pick_evenly(fitting, most_prompts(args, concurrency)), concurrency)
+                    key |= {"rounds": args.rounds, "datastore": settings["datastore"], "code": code, **common.get_engine_options(args)}
+                    key |= {"asked": common.hash_outputs(prompt.ids for prompt in [*some, *unrelated])}
                     row = log.get(key)
                     if row is None:
-                        some = mix_prompts(common.pick_evenly(fitting, most_prompts(args, concurrency)), concurrency)
                         row = {"key": key, **measure_cell(contenders, Cell(some, unrelated, concurrency), temperature, args)}
                         log.add(row)
                     rows.append(row)
@@ -202,7 +205,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         threads = on.engine.threads
     show(document)
-    settings = {"limit": args.limit, "max_tokens": args.max_tokens, "datastore": args.datastore and Path(args.datastore).name}
     common.print_document(document | {"settings": settings} | common.describe_machine(args.device, threads))
 
 
@@ -253,7 +255,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="prompts whose answers are known beside, and have nothing to do with these",
     )
     add("--disturbed", action="store_true", help="also with the cost of passes as a start believed it while other processes computed")
-    add("--log", type=Path, metavar="F.jsonl", help="keep what is measured here, and go on from it")
+    add("--log", type=Path, metavar="F.jsonl", help="keep what is measured here, and go on from it, if code and settings are the same")
     args = parser.parse_args(argv)
     if not args.prompts and not args.random_prompts:
         parser.error("--prompts or --random-prompts is needed")

@@ -56,7 +56,7 @@ def run(engine: Engine, args: argparse.Namespace, started: float) -> dict[str, A
         "threads": engine.threads,
         **{name: getattr(args, name) for name in ("max_tokens", "max_prompt", "prompts", "minutes", "seed")},
         "package": package_version(args.package),
-        "code": measure.code_digest(),
+        "code": common.digest_code(args.device),
     }
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ngramspec-report-")))

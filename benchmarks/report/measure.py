@@ -7,8 +7,6 @@ cells enter and leave as JSON. Runs go through `decode`, drafts without a model 
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import itertools
 import sys
 import time
@@ -58,17 +56,6 @@ ROUNDS = {"hf-assisted": 1, "layers": CURVE_ROUNDS}
 REPLAYED = ("pld-hf", "ngram-vllm", "arctic", "arctic-tree-f4", "arctic-tree-f4+cache", "rest-16", "rest-32")
 # The share of the time that is for measuring by the clock.
 SHARE = 0.8
-
-
-def code_digest() -> str:
-    """Names the code that is measured: the package's files, the datastore's among them, but for the CUDA path and the server."""
-    digest = hashlib.sha256()
-    for package in ("ngramspec", "ngramspec.datastore"):
-        root = Path(str(importlib.import_module(package).__file__)).parent
-        for path in sorted((*root.rglob("*.py"), *root.rglob("*.npz"))):
-            if not {"cuda", "server"} & set(path.relative_to(root).parts):
-                digest.update(path.read_bytes())
-    return f"{ngramspec.__version__}-{digest.hexdigest()[:12]}"
 
 
 class Bench:

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ import pytest
 import tiny
 import torch
 
+import ngramspec
 from benchmarks import common, decode, fidelity, infill, loads, peers, step, text_ends
 from benchmarks.peers import PeerAbsentError, PeerTask, TimedRun
 from benchmarks.recordings import read_traces
-from ngramspec import Engine, SamplingParams, Stats
+from ngramspec import Engine, SamplingParams, Stats, datastore
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 TEXTS = ("def add(a, b):\n", "abcabcabcabc", "x = 1\nx = 1\nx =", "the cat, the dog, the", "import os\nimport")
@@ -250,6 +253,39 @@ def test_decode_keeps_its_contract(
         assert "/nowhere/python" in alone["peers"]["vllm-none"]["absent"]
 
 
+def test_texts_are_compared_anew_if_what_they_depend_on_has_changed(
+    folder: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log of earlier texts must not answer for other code, settings or prompts."""
+    log = tmp_path / "log.jsonl"
+    arguments = ["--identity", "--model", str(folder), "--max-tokens", "4", "--modes", "off@2,on@3", "--log", str(log), "--threads", "1"]
+    n_rows = 0
+    for code, rows, is_new in (("1", TEXTS[:3], True), ("1", TEXTS[:3], False), ("2", TEXTS[:3], True), ("2", TEXTS[3:5], True)):
+        monkeypatch.setattr(common, "digest_code", lambda _, code=code: code)
+        prompts_file.write_text("".join(json.dumps({"id": i, "prompt": text}) + "\n" for i, text in enumerate(rows)))
+        decode.main([*arguments, "--prompts", str(prompts_file)])
+        assert last_document(capsys)["sets"] == {"rows": {"prompts": len(rows), "off@2": len(rows), "on@3": len(rows)}}
+        n_rows += 2 * len(rows) * is_new
+        assert len(log.read_text().splitlines()) == n_rows
+    log.write_text(log.read_text().replace('"mode": "on@3"}, "digest": "', '"mode": "on@3"}, "digest": "0'))
+    with pytest.raises(SystemExit, match="1"):
+        decode.main([*arguments, "--prompts", str(prompts_file)])
+    assert last_document(capsys)["sets"]["rows"]["on@3"] == 0
+
+
+def test_the_digest_of_the_code_is_of_all_that_writes_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = [common.digest_code("cpu"), common.digest_code("cuda:0")]
+    package = Path(shutil.copytree(Path(ngramspec.__file__).parent, tmp_path / "ngramspec", ignore=shutil.ignore_patterns("__pycache__")))
+    found = {"ngramspec": types.SimpleNamespace(__file__=str(package / "__init__.py")), "ngramspec.datastore": datastore}
+    monkeypatch.setattr(common.importlib, "import_module", found.__getitem__)
+    assert [common.digest_code("cpu"), common.digest_code("cuda:0")] == digests
+    for changed, differ in (("server/app.py", [0, 0]), ("backends/cuda/model.py", [0, 1]), ("sampling/verify.py", [1, 2])):
+        with (package / changed).open("a") as file:
+            file.write("\n")
+        now = [common.digest_code("cpu"), common.digest_code("cuda:0")]
+        assert [a != b for a, b in zip(now, digests, strict=True)] == [bool(n) for n in differ]
+
+
 def test_decode_random_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decode.main(["--model", str(folder), "--random-prompts", "2", "--max-tokens", "6"])
     document = last_document(capsys)
@@ -265,6 +301,7 @@ def test_decode_random_prompts(folder: Path, capsys: pytest.CaptureFixture[str])
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--concurrency", "0"], "integer from 1"),
         (["--per-turn", "9", "--against", "hf"], "--per-turn"),
+        (["--identity", "--prompts", __file__, "--modes", "on@1,on@1"], "two different ones are compared, got on@1 alone"),
     ],
 )
 def test_decode_refuses(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
