@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import print_progress
 from benchmarks.server_process import serve
+from ngramspec.backends.cpu.cores import count_cores
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +168,7 @@ def measure_turns(url: str, args: argparse.Namespace) -> dict[str, Any]:
         "seconds_a_turn": round(seconds / args.turns, 3),
         "acceptance_length": round(sum(counts.lengths) / len(counts.lengths), 2),
         "settings": {"temperature": args.temperature, "seed": args.seed},
-        **common.describe_machine("cpu", os.cpu_count() or 1),
+        **common.describe_machine("cpu", count_cores()),
     }
 
 

@@ -98,7 +98,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
     )
     parser.add_argument("--device", type=parse_device, default="cpu", metavar="cpu|cuda:N")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32 on the CPU, bfloat16 on CUDA")
-    parser.add_argument("--threads", type=parse_positive, metavar="N", help="of everybody; default all cores")
+    parser.add_argument("--threads", type=parse_positive, metavar="N", help="of each contender; default one per performance core")
     text = "of products with quantised weights; auto, the default: int8 where weights were quantised in blocks"
     parser.add_argument("--precision", choices=PRECISIONS, default="auto", help=text)
 

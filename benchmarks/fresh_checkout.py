@@ -34,6 +34,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import print_progress
 from benchmarks.server_process import ServerProcess, open_url, serve
+from ngramspec.backends.cpu.cores import count_cores
 from ngramspec.datastore import file_filters
 
 PROMPTS = ("import os\nimport sys\n\ndef main(", "class Node:\n    def __init__(self", "def test_", "with open(path) as file:\n    ")
@@ -91,7 +92,7 @@ def run_repo(args: argparse.Namespace) -> dict[str, Any]:
         "save_s": round(statistics.median(saves), 2),
         "save_s_all": [round(each, 2) for each in saves],
         "settings": {"files": args.files, "saves": args.saves},
-        **common.describe_machine("cpu", os.cpu_count() or 1),
+        **common.describe_machine("cpu", count_cores()),
     }
     columns = ["files", "tokens", "first_completion_s", "build_s", "restart_s", "save_s"]
     common.print_table(columns, [[document[name] for name in columns]])

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from ngramspec import SamplingParams, Stats
+from ngramspec.backends.cpu.cores import count_cores
 
 # transformers' drafts: prompt lookup; and an assistant, which is the model's own first third of layers (`assistant_early_exit`).
 HF_DRAFTS: dict[str, dict[str, Any]] = {"hf": {}, "hf-pld": {"lookup": 10}, "hf-assisted": {"exit_share": 1 / 3}}
@@ -130,7 +129,7 @@ def open_peer(name: str, task: PeerTask, vllm_python: Path | None, llama_python:
 
 def open_llama_passes(args: argparse.Namespace, gguf: Path | None, max_len: int, rest_s: float = 0.0, **settings: Any) -> Peer:
     """Open the llama.cpp of `add_llama_options` for its own passes, on `gguf` if no other file was given. Raises SystemExit."""
-    settings |= {"threads": args.threads or torch.get_num_threads(), "max_len": max_len}
+    settings |= {"threads": args.threads or count_cores(), "max_len": max_len}
     try:
         return open_llama_worker(args.llama_python, "passes", args.llama_gguf or gguf, settings, rest_s)
     except PeerAbsentError as error:

@@ -46,6 +46,7 @@ from benchmarks.http_client import (
 )
 from benchmarks.server_process import TINY, ServerProcess, make_tiny, serve
 from ngramspec import Engine, SamplingParams
+from ngramspec.backends.cpu.cores import count_cores
 
 ARRIVAL_FACTORS = (1, 2, 10)
 OVERHEAD_CLIENTS = (1, 8)
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_figures(mode, found[mode])
     names = ("seconds", "max_tokens", "rounds", "readers", "count", "minutes", "threads", "seed")
     settings = {name: getattr(args, name) for name in names}
-    common.print_document({"model": name, **found, "settings": settings, **common.describe_machine("cpu", args.threads or 0)})
+    common.print_document({"model": name, **found, "settings": settings, **common.describe_machine("cpu", args.threads or count_cores())})
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -90,7 +91,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--readers", type=common.parse_positive, default=50, help="stalled: how many do not read")
     parser.add_argument("--count", type=common.parse_positive, default=1000, help="disconnect: in all")
     parser.add_argument("--minutes", type=float, default=30, help="soak: how long")
-    parser.add_argument("--threads", type=common.parse_positive, help="of the engines; default all cores, for the small model one")
+    parser.add_argument(
+        "--threads", type=common.parse_positive, help="threads of each engine; default one per performance core, 1 for the small model"
+    )
     parser.add_argument("--seed", type=int, default=0)
     agent.add_options(parser)
     fresh_checkout.add_options(parser)

@@ -33,7 +33,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -47,6 +46,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.http_client import Connection, ServerAddress, fetch, find_quantile
 from benchmarks.server_process import read_cpu_s, serve
+from ngramspec.backends.cpu.cores import count_cores
 
 PREFIX_LINES, SUFFIX_LINES = 256, 64  # llama.vim's n_prefix and n_suffix
 CHUNK_LINES, SCOPE_LINES = 64, 1024  # llama.vim's ring_chunk_size, of which half is taken, and ring_scope
@@ -373,7 +373,7 @@ def open_server(name: str, args: argparse.Namespace) -> Iterator[ReplayedServer]
 @contextlib.contextmanager
 def _open_llama_server(spec_type: str, args: argparse.Namespace) -> Iterator[ReplayedServer]:
     command = [args.llama_server_python, str(Path(__file__).with_name("_llama_server.py")), args.model]
-    command += [str(args.threads or os.cpu_count()), str(RING_CONTEXT if args.ring else CONTEXT), spec_type]
+    command += [str(args.threads or count_cores()), str(RING_CONTEXT if args.ring else CONTEXT), spec_type]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:
@@ -490,7 +490,7 @@ def main() -> None:
     names = ("functions", "ring", "reading", "requests", "pauses", "typed", "edits", "think", "max_tokens", "threads", "seed")
     settings = {name: getattr(args, name) for name in names} | {"old": args.old.name, "new": args.new.name}
     document = {"benchmark": "session", "model": Path(args.model).name, "figures": figures, "settings": settings}
-    common.print_document(document | common.describe_machine("cpu", args.threads or os.cpu_count() or 0))
+    common.print_document(document | common.describe_machine("cpu", args.threads or count_cores()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks import common
 from benchmarks.our_engine import describe_engine, find_gguf_files
 from benchmarks.peers import PeerAbsentError, open_llama_worker
 from ngramspec import Engine, SamplingParams
+from ngramspec.backends.cpu.cores import count_cores
 from ngramspec.models.loader import load_tokenizer
 from ngramspec.prompts.fim import Fim
 
@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     gguf, tokenizer = next(iter(find_gguf_files(args.model)), None), load_tokenizer(args.model)
     texts = {path.name: read_rows(path, tokenizer, args.limit) for path in args.texts}
     longest = max(len(row["ids"]) for rows in texts.values() for row in rows)
-    settings = {"threads": args.threads or os.cpu_count() or 1, "max_len": longest + args.max_tokens, "max_tokens": args.max_tokens}
+    settings = {"threads": args.threads or count_cores(), "max_len": longest + args.max_tokens, "max_tokens": args.max_tokens}
     try:
         llama = open_llama_worker(args.llama_python, "llama", gguf, settings | {"temperature": 0.0, "seed": 0, "eos": None})
     except PeerAbsentError as error:
