@@ -106,6 +106,11 @@ def run_lookup(args: argparse.Namespace) -> dict[str, Any]:
     for segment in store.snapshot.segments:
         segment.data[::4096].sum()
     in_store = documents_in_store(corpus, args.tokens)
+    if store.n_tokens != (expected := int(corpus.offsets[in_store]) + in_store + 1):  # a separator before all and after each
+        raise SystemExit(
+            f"{args.store} has {store.n_tokens:,} tokens; a store of the first {args.tokens:,} of {args.corpus} would have {expected:,}. "
+            "lookup needs the --corpus and --tokens that the store was made with"
+        )
     report: dict[str, Any] = {"tokens": store.n_tokens, "segments": len(store.snapshot.segments), "batch": BATCH}
     table = []
     for text, first, last in (("not in the store", in_store, len(corpus.offsets) - 1), ("in the store", 0, in_store)):

@@ -217,7 +217,7 @@ def watch_latencies(store: Path, tokenizer: Tokenizer, name: str, files: list[Pa
             raise SystemExit("the watcher did not begin")
         reader = Datastore.open(store)
         for n in range(repeat):
-            with files[n * 31].open("a") as file:
+            with files[n * 31 % len(files)].open("a") as file:
                 file.write(f"\nSAVED_{n} = {time.time_ns()}\n")
             started = time.perf_counter()
             while not reader.refresh():
