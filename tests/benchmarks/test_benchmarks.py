@@ -406,6 +406,15 @@ def test_a_kink_is_measured_against_the_line_between_half_and_twice_as_many_rows
     assert step.find_kinks({1: 10.0, 3: 30.0, 7: 40.0}) == {"3": 1.5}  # the line from 1 to 7 has 20 at 3
 
 
+def test_passes_of_known_medians() -> None:
+    medians = {"ours": {"1": 4.0, "2": 5.0, "prefill": 90.0}, "llama": {"1": 8.0, "2": 20.0, "prefill": 300.0}, "floor": {"read": 3.0}}
+    found = step.make_figures(medians | {"stock": {"1": 10.0, "2": 15.0}}, [1, 2], 512, 6_000_000)
+    assert (found["ratio"], found["stock_ratio"]) == ({"1": 1.0, "2": 1.25}, {"1": 1.0, "2": 1.5})
+    assert (found["llama_ratio"], found["llama_rows"]) == ({"1": 0.5, "2": 0.25}, {"1": 8.0, "2": 20.0})
+    assert (found["floor_share"], found["floor_gb_s"]) == ({"1": 0.75, "2": 0.6}, 2.0)
+    assert (found["prefill_512_ms"], found["llama_prefill_512_ms"]) == (90.0, 300.0)
+
+
 def test_precision_reaches_the_engine_where_it_is_given() -> None:
     args = decode.parse_args(["--model", "m", "--precision", "int8", "--threads", "2"])
     assert common.get_engine_options(args) == {"device": "cpu", "dtype": "float32", "threads": 2, "precision": "int8"}
@@ -445,6 +454,35 @@ def test_lengths_of_texts_that_run_together_vary_around_the_mean() -> None:
     prompts = [common.Prompt(str(i), [i]) for i in range(7)]
     assert [p.name for p in loads.mix_prompts(prompts, 2)] == ["0", "3", "6", "1", "4", "2", "5"]
     assert loads.mix_prompts(prompts, 1) == loads.mix_prompts(prompts, 8) == prompts
+
+
+class TimedLoad:
+    """A contender whose rounds take the seconds given, and write these texts."""
+
+    def __init__(self, name: str, seconds: list[float], texts: list[list[int]]) -> None:
+        self.name, self.texts, self._seconds = name, texts, iter(seconds)
+        self.engine = types.SimpleNamespace(use=lambda **_: None)
+
+    def run(self, prompts: list[common.Prompt], _: Any, __: int, turns: Any, runs: loads.Runs) -> None:
+        seconds = next(self._seconds)
+        runs.seconds.append(2 * seconds)
+        runs.full.append((12, seconds))
+        runs.host_ms.append(seconds)
+        runs.outputs += [self.texts[int(prompt.name)] for prompt in prompts]
+        turns.remove(self.name)
+
+
+def test_a_cell_of_known_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "make_fresh_drafts", lambda *_: None)
+    same, other = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]]
+    contenders: Any = [TimedLoad("off", [4.0, 8.0], same), TimedLoad("on", [2.0, 2.0], same), TimedLoad("unrelated", [4.0, 4.0], other)]
+    monkeypatch.setattr(loads, "complete_concurrently", lambda *_: [])
+    args = argparse.Namespace(max_tokens=4, rounds=2, limit=2, concurrency=[2])
+    row = loads.measure_cell(contenders, loads.Cell([common.Prompt(str(i), [i]) for i in range(2)], [], 2), 0.0, args)
+    assert (row["prompts"], row["tokens"], row["identical"]) == (4, 12, 2)
+    assert (row["tok_s_off"], row["tok_s_on"], row["speedup"], row["rounds"]) == (2.0, 6.0, 3.0, [2.0, 4.0])
+    assert (row["speedup_to_the_end"], row["against_on"]) == (3.0, {"unrelated": 0.5})
+    assert row["host_ms"] == {"off": 6.0, "on": 2.0, "unrelated": 4.0}
 
 
 def test_loads(folder: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
