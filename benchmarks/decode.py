@@ -241,7 +241,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--log", type=Path, metavar="F.jsonl", help="of --identity: keep what is done here, and go on from it")
     args = parser.parse_args(argv)
     if args.trace and (args.against or args.temperature):
-        parser.error("--trace: a recording is followed greedily, and by nobody but us; leave --against and --temperature out")
+        parser.error("--trace: only ngramspec can follow a recording, and greedily; leave --against and --temperature out")
     if args.per_turn and (args.against or args.identity):
         parser.error("--per-turn: peers and --identity take all prompts of a turn at once; leave --against and --identity out")
     if args.identity and not args.prompts:
@@ -368,7 +368,7 @@ def compare(
 
 
 def warm_up(contenders: dict[str, Contender], absent: dict[str, str], group: list[list[int]]) -> None:
-    """Let contenders make now what they make at a first call, with text that helps nobody's cache."""
+    """Run each contender once, so that what its first call makes is not timed; with reversed prompts, by which no cache gains."""
     for name in list(contenders):
         complete_or_drop(name, contenders, absent, [ids[::-1] for ids in group])
 

@@ -45,7 +45,7 @@ class InTurns:
         self._made[name] += n_tokens
 
     def remove(self, name: str) -> None:
-        """Take out an engine that has nothing more to do; what it does nevertheless waits for nobody."""
+        """Take out an engine that has finished; steps that it makes after this do not wait for a turn."""
         with self._changed:
             del self._made[name]
             if self._whose == name:  # else another one may be in the middle of a step

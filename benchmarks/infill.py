@@ -4,9 +4,9 @@
     python -m benchmarks.infill --model F.gguf --old DIR --new DIR [--limit 64]
 
 `--prompts`: rows with `prompt`, `suffix` and `reference`. `--old`, `--new`: two releases of a library; cursors are put inside of lines of
-functions that are new, with nothing behind them in their line and the function. Greedy; of each form the share of cursors at which the
-first line, and at which all of it, is as written, and the share of characters before the first other one. Progress goes to standard error,
-a table and a last line of JSON to standard output.
+functions that are new; the rest of the line and of the function is left out of the prompt. Greedy. For each form: the share of cursors at
+which the first line, and at which the whole text, is as written, and the share of characters before the first that differs. Progress goes
+to standard error, a table and a last line of JSON to standard output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMS = {
     "suffix first, not healed": FimOptions("suffix-first"),
 }
 PREFIX_LINES = 60  # before a cursor in a library
-FEWEST_LETTERS = 6  # of a line in which a cursor is put, behind its indentation
+FEWEST_LETTERS = 6  # of a line in which a cursor is put, its indentation not counted
 BATCH = 8  # texts that are written at a time
 
 

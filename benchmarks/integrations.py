@@ -48,7 +48,7 @@ HOSTS: dict[str, tuple[str, ...]] = {
 }
 WORKERS = {"vllm": "vllm", "transformers": "hf", "llama_cpp": "llama"}
 VLLM_DEPTH = 12  # our longest draft in vLLM, if nothing else is said
-# Prompts of a turn, in those that run at a time: in a turn of as many as run at a time, most of the time is that of the longest texts.
+# A turn has this many times the prompts that run at a time. With once as many, most of its time would be that of the longest texts.
 PROMPTS_PER_PLACE = 3
 
 
@@ -90,7 +90,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     limits = args.limit or [None]
     args.limit = limits * len(args.concurrency) if len(limits) == 1 else limits
     if len(args.limit) != len(args.concurrency) or (len(args.limit) > 1 and None in args.limit):
-        parser.error("--limit: one number, or as many as --concurrency has, which with two are needed")
+        parser.error("--limit: one number, or one for each number of --concurrency; with two of those it is required")
     known = HOSTS[args.host]
     args.modes = known if args.modes is None else tuple(args.modes.split(","))
     if wrong := [name for name in args.modes if name not in known]:

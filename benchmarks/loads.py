@@ -5,20 +5,19 @@
         [--log F.jsonl]
 
 Every set of prompts is completed at every temperature with several requests under way, the next one coming as one ends, by an engine that
-drafts and by one that does not, which take turns of half a second (`in_turns`): what disturbs the machine disturbs both. Rates are those
-from when as many texts have ended as run at a time until the last request begins: in between one begins for each that ends, with
-drafts and without, so that both have as many prompts to compute for a text. Before, all begin together; behind it fewer and fewer run
-(`speedup_to_the_end` has all of it, and stands for sets that are too small). With several requests under way, texts are between half and
-one and a half times as long as `--max-tokens` says: were all equally long, those without drafts would begin and end together, with prompts
-in passes that nothing else needs, and seem up to 6 % faster than they are to users. `rounds` has the speedup of
-each round. Requests of a round know each other's answers, nobody else's. With `--datastore`, also with drafts from that datastore, and with
-`--unrelated`, also where answers to those prompts are known: neither has to do with the prompts, so what counts is that nothing is lost
-(`against_on`). With `--disturbed`, also with what a first start believed passes to cost while every core computed something else, and what
-`SETTLED` passes taught it since.
+drafts and by one that does not, which take turns of half a second (`in_turns`), so that both see the same machine. With C requests under
+way, a rate is measured from the moment when C texts have ended until the last request begins. In between a request begins whenever one
+ends, so both engines compute as many prompts per text. Before, all requests begin together; afterwards fewer and fewer run
+(`speedup_to_the_end` covers all of it; a set that is too small has only that rate). With several requests under way, texts are half to one
+and a half times as long as `--max-tokens`: if all were equally long, those without drafts would begin and end together, with their prompts
+in passes of their own, and seem up to 6 % faster than they are to users. `rounds` has the speedup of each round. Requests of a round draft
+from each other's answers and from no earlier ones. `--datastore` adds a contender that also drafts from that datastore, `--unrelated` one
+that also drafts from answers to those prompts. Neither has to do with the prompts measured: `against_on` shows what they cost.
+`--disturbed` adds one that begins with costs of passes measured while every core computed something else, corrected by `SETTLED` passes.
 
 Progress goes to standard error, a table and a last line of JSON to standard output. `host_ms`: the median of what steps took beyond their
-passes, which is waited for here. `passes`: by rows, how many steps lately, what they were predicted to take, and took. `by_source`: draft
-nodes, the sum of their probabilities, and those that were accepted.
+passes. `passes`: by rows, how many of the latest steps, their predicted and their measured time. `by_source`: draft nodes, the sum of
+their probabilities, and those that were accepted.
 """
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--unrelated",
         type=common.parse_file,
         metavar="F.jsonl",
-        help="prompts whose answers are known beside, and have nothing to do with these",
+        help="prompts that have nothing to do with these, and whose answers one contender also drafts from",
     )
     add("--disturbed", action="store_true", help="also with the cost of passes as a start believed it while other processes computed")
     add("--log", type=Path, metavar="F.jsonl", help="keep what is measured here, and go on from it, if code and settings are the same")
@@ -351,7 +350,7 @@ def vary_lengths(mean: int, n: int) -> list[int]:
 
 
 def mix_prompts(prompts: list[Prompt], concurrency: int) -> list[Prompt]:
-    """Return prompts in an order in which as many as run at a time are like all of them.
+    """Return prompts in an order in which any that run at the same time are a fair sample of all.
 
     A file is sorted by what it asks for, and its parts take more or less time without drafts, too.
     """

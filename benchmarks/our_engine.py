@@ -100,7 +100,7 @@ class OurEngine:
         return run
 
     def close(self) -> None:
-        """The engine is closed by whoever opened it."""
+        """Do nothing: the code that opened the engine closes it."""
 
 
 @njit(cache=True, nogil=True)
@@ -182,7 +182,7 @@ def add_stats(runs: Sequence[TimedRun]) -> Stats:
 def run_text(runner: Runner, ids: list[int], first: int, piece: int | None = None) -> Iterator[torch.Tensor]:
     """Yield logits after each token of a text from index `first` on, [n, V] float32, as they come from passes over `piece` tokens.
 
-    `piece`: by default the most that a pass takes. What was yielded holds until the next. For a runner that nobody else uses.
+    `piece`: by default the most that a pass takes. What was yielded is overwritten by the next. The runner must not be in use by an engine.
     """
     tokens, piece = np.array(ids, np.int32), piece or runner.max_rows
     slot = runner.reserve_free_slot(len(tokens))

@@ -31,7 +31,7 @@ VLLM_SPECULATION: dict[str, dict[str, Any] | None] = {
     "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     "vllm-suffix": {"method": "suffix"},
 }
-# llama.cpp's, on the GGUF file itself, with its quantised weights, which are not exactly everybody else's.
+# llama.cpp's, on the GGUF file itself; the other peers have its weights dequantised.
 LLAMA_LOOKUP: dict[str, int | None] = {"llama-none": None, "llama-pld": 10}
 NAMES = (*HF_DRAFTS, *VLLM_SPECULATION, *LLAMA_LOOKUP)
 
@@ -39,7 +39,7 @@ LLAMA_COMMAND = "pip install llama-cpp-python"
 # Interpreters that `make peers` and `make llama` install.
 LOCAL_VLLM, LOCAL_LLAMA = Path(".venv-vllm/bin/python"), Path(".venv-llama/bin/python")
 STOP_S = 30  # a peer that has not ended by then is killed
-VLLM_REST_S = 1.2  # vLLM's processes go on spinning for a second after a request, which would be taken from whoever comes next
+VLLM_REST_S = 1.2  # vLLM's processes go on spinning for a second after a request, and the next contender would lack that core
 
 
 class PeerAbsentError(Exception):
@@ -54,9 +54,9 @@ class TimedRun:
     seconds: float
     stats: Stats = field(default_factory=Stats)
     plain_passes: float = 0.0
-    """Cost of its passes by the engine's own measure, that of the prompt and one with one row being 1; 0 if nobody counted."""
+    """Cost of its passes by the engine's cost model; the prompt, and a pass with one row, cost 1 each. 0: not counted."""
     prompt_s: float = 0.0
-    """Seconds until the last of them had its first token; 0 if nobody looked."""
+    """Seconds until the last of them had its first token; 0: not measured."""
     wall_s: float = 0.0
     """Seconds until the caller could go on."""
 
@@ -66,7 +66,7 @@ class TimedRun:
 
 
 class Contender(Protocol):
-    """Whoever completes prompts in a comparison."""
+    """An engine or a peer that completes prompts in a comparison."""
 
     def complete(self, prompts: list[list[int]]) -> TimedRun: ...
 

@@ -183,8 +183,8 @@ def summarise(values: list[float]) -> dict[str, float | None]:
 def measure_overhead(model: str, settings: dict[str, Any], args: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     """Compare times per token with one token a pass and so one event a token, the most work that a server can have.
 
-    The engine alone has nobody to tell. Beside the time per token, the processor time that each of the two takes for one: it bounds what
-    the server adds where cores are free.
+    The engine alone delivers nothing. `cpu_ms` is the processor time that each of the two takes for a token: it bounds what the server adds
+    if cores are free.
     """
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     with contextlib.ExitStack() as stack:
@@ -256,7 +256,7 @@ async def measure_prefix(server: ServerAddress, rounds: int, rng: random.Random,
 
 
 def make_mode(measure: Callable[[ServerProcess, argparse.Namespace, random.Random], Any], **more: Any) -> Mode:
-    """Return a mode that measures a server with these settings beside everybody's; one that is called is given the command line."""
+    """Return a mode that measures a server with these settings beside those of all modes; a callable one gets the command line."""
 
     def run_mode(model: str, settings: dict[str, Any], args: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
         own = {name: value(args) if callable(value) else value for name, value in more.items()}

@@ -21,8 +21,8 @@ tokens. Each server has the same file and threads; functions are done by all ser
                 contender `predicted` sends the file as the expected output
 
 Times between keys are log-normal with the mean of 239 ms and the deviation of 112 ms that Dhakal et al. found ("Observations on Typing from
-136 Million Keystrokes", CHI 2018); before a line's first key there are `--think` seconds more, an assumption. What nobody waits for is not
-measured: a request that a key cancelled has no time. The last line of standard output is one JSON document.
+136 Million Keystrokes", CHI 2018); before a line's first key there are `--think` seconds more, an assumption. A request that
+a key cancelled has no time. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ async def warm_up(server: ReplayedServer) -> None:
 
 
 async def read_on(server: ReplayedServer, function: NewFunction, seconds: float) -> None:
-    """Open the function's file and read for some seconds, while the server is told of new chunks, which nobody waits for."""
+    """Open the function's file and read for some seconds, while new chunks are sent to the server; their answers are not waited for."""
     ring, after = server.ring, function.after.split("\n")
     ring.pick(function.path, function.before.split("\n")[-CHUNK_LINES // 2 :] + after[: CHUNK_LINES // 2], replaces=True)
     tasks = []
@@ -344,7 +344,7 @@ class ReplayedServer:
     note: str = ""
     ring: Ring = field(default_factory=lambda: Ring(0, 0))
     warm_ups: list[asyncio.Task[Any]] = field(default_factory=list)
-    """Requests that nobody waits for."""
+    """Requests whose answers are not waited for."""
     figures: Figures = field(default_factory=Figures)
 
     def read_cpu_s(self) -> float:

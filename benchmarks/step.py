@@ -8,9 +8,9 @@ One sequence with `context` tokens in its cache and T rows after them, logits fo
 cache, and the time that torch takes to sum as many bytes as the weights have (of a GGUF file as they are there); also a whole prompt.
 Against llama.cpp: the same row counts after as many tokens, with logits of the last row alone, in a process of its own.
 
-Everybody takes turns, all row counts in each, after a pass that does not count; whoever waits uses no core. Medians. `kinks`: a row count's
-time over the straight line between at most half and at least twice as many rows. Progress goes to standard error, a table and a last line
-of JSON to standard output.
+The contenders take turns, each with all row counts after a pass that does not count; those that wait use no core. Medians. `kinks`: the
+time of a row count over the straight line between the nearest counts of at most half and at least twice as many rows. Progress goes to
+standard error, a table and a last line of JSON to standard output.
 """
 
 from __future__ import annotations

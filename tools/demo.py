@@ -64,7 +64,7 @@ def main() -> int:
     seconds = {False: 0.0, True: 0.0}
     total, differing = Stats(), 0
     with engine:
-        for speculation in (False, True):  # code is loaded at the first use of each, in nobody's time
+        for speculation in (False, True):  # loads what each needs at its first use, which is not timed
             engine.complete(engine.encode("import os"), SamplingParams(max_tokens=16), speculation=speculation)
         for title, (prompt, chat) in TASKS.items():
             ids = engine.encode(prompt).tolist()

@@ -6,7 +6,7 @@
     python -m tools.random_hybrid OUT.gguf --family granitehybrid    # granite-4.0-h-1b: 40 layers, 36 of them Mamba-2, 100,352 words
     python -m tools.random_hybrid OUT.gguf --hidden 4096 --layers 32 --heads 16 --kv-heads 4 --value-heads 32 --inner 12288     # 9B
 
-Matrices are Q4_K, those that llama.cpp's Q4_K_M mixture keeps better Q6_K. The tokenizer is SmolLM2's, with unused words behind it.
+Matrices are Q4_K, those that llama.cpp's Q4_K_M mixture keeps better Q6_K. The tokenizer is SmolLM2's, followed by unused words.
 """
 
 from __future__ import annotations

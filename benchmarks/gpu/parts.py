@@ -429,7 +429,7 @@ class Generate:
         return TimedRun(outputs, time.perf_counter() - start)
 
     def close(self) -> None:
-        """The model is everybody's."""
+        """Do nothing: all contenders share the model."""
 
 
 def generate(plan: Plan) -> Named:

@@ -24,7 +24,7 @@ from ngramspec.datastore.reader import Datastore
 
 # By name: its source in words; its files, and of each the tasks that count, none for all of them.
 CATEGORIES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("categories.toml").read_text(encoding="utf-8"))
-# One file of so many is not in the repository's datastore; of these are its prompts.
+# Every eighth file of the repository is left out of its datastore; the prompts are functions of these files.
 HELD_OUT = 8
 SEED = 0
 # As many times the prompts that are measured by the clock are followed without it.
@@ -98,7 +98,7 @@ def package_version(package: str) -> str:
 
 
 def iterate_heads(source: str) -> Iterator[tuple[int, str]]:
-    """Yield for each top-level function with a docstring its line, and it up to the docstring's end, behind the file's imports."""
+    """Yield for each top-level function with a docstring its line, and the file's imports followed by it up to the docstring's end."""
     lines = source.splitlines(keepends=True)
     body = ast.parse(source).body
     imports = "".join("".join(lines[n.lineno - 1 : n.end_lineno]) for n in body if isinstance(n, ast.Import | ast.ImportFrom))

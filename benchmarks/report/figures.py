@@ -186,7 +186,7 @@ def rejection_rows(cells: Iterable[Cell]) -> list[Row]:
 
 
 def select_frontier(cells: Iterable[Cell]) -> list[Row]:
-    """Return rows at temperature 0 of everybody who was in all categories, all of these together.
+    """Return rows at temperature 0 of the contenders that were in all categories, pooled over them.
 
     The prompts are those that the curve was measured on.
     """

@@ -231,7 +231,7 @@ def follow_texts(bench: Bench, state: ResultLog, categories: Sequence[Category],
 
     The engine writes every prompt's text, many at once, and they are kept in the state. Then drafters alone and all together follow it as
     the walk would, and pay for each pass what the engine has measured. That counts passes and rows, not what drafting takes; and the
-    model's own candidates are known behind accepted tokens only, of which all together make less than in the engine.
+    model's own candidates are known after accepted tokens only, so all drafters together gain less by them than in the engine.
     """
     rows = []
     for temperature, category in itertools.product(temperatures, categories):
