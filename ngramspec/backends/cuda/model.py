@@ -136,7 +136,7 @@ class CudaDecoder:
     def __init__(self, model: PreTrainedModel, make: MakeLinear, make_pairs: MakePairProduct, max_len: int) -> None:
         """Take over the weights: the modules' own become views of the concatenated ones. Raises UnsupportedModelError for other layers."""
         name = type(model).__name__
-        self._make, self._make_pairs = make, make_pairs
+        self._make, self._make_pairs, self._dtype = make, make_pairs, model.dtype
         if name not in LLAMA_KIND | HYBRID_KIND:
             raise UnsupportedModelError(f"{name} is no Llama-style decoder")
         base: Any = model.base_model
@@ -190,7 +190,7 @@ class CudaDecoder:
         gate = parts.pop("shared_expert_gate", None)
         if parts or router is None or (gated is None) != (gate is None) or (gated is not None and ungated is not None):
             raise UnsupportedModelError(f"{type(block).__name__}: other modules than expected")
-        options, weight, bias = read_router(router), router.weight.detach().to(self.last.dtype), getattr(router, "bias", None)
+        options, weight, bias = read_router(router), router.weight.detach().to(self._dtype), getattr(router, "bias", None)
         if gate is not None:
             if type(gate) is not nn.Linear or gate.bias is not None or bias is not None:
                 raise UnsupportedModelError(f"{type(block).__name__}: another gate of the shared expert")

@@ -91,12 +91,13 @@ def test_our_own_kernels_throughout(dtype: torch.dtype, device: str, monkeypatch
     runner.pool.check_integrity()
 
 
-def test_hybrids_with_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_hybrids_with_experts(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's choice of experts, and the shared expert's gate, are its own: paths of a tree against the same tokens as a prompt."""
     small.take_on_trust(monkeypatch)
     monkeypatch.setattr(runner_module, "find_dependence", lambda product, thoroughly: None)
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20}
-    model = small.make_model("qwen3_5_moe_text", **HYBRID | small.NARROW | experts).to(device)
+    model = small.make_model("qwen3_5_moe_text", **HYBRID | small.NARROW | experts).to(device, dtype)
     runner = CudaRunner(model, CudaOptions(max_len=32, max_seqs=2, max_rows=16, kv_bytes=1 << 22, max_depth=9))
     assert isinstance(runner._decoder, CudaDecoder)
     assert all(isinstance(layer.mlp, ExpertLayer) for layer in runner._decoder.layers)
