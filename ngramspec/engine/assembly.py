@@ -308,6 +308,8 @@ def _load(start: _Start) -> tuple[Runner, _ModelInfo]:
 
     model, tokenizer, config, device = start.model, start.tokenizer, start.config, start.device
     torch.set_num_threads(device.threads)
+    if device.device != "cpu":
+        torch.cuda.set_device(device.device)  # of this thread: Triton launches on the current one, and unpacks weights before all else
     loaded: LoadedModel
     if isinstance(model, str) and device.device == "cpu":
         quantize = None if config.quantize == "none" else config.quantize

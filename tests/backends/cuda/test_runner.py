@@ -12,6 +12,7 @@ from small import NARROW, VOCAB, bind, make_engine, make_model, take_on_trust
 
 from ngramspec import Completion, Engine, SamplingParams
 from ngramspec.backends.cuda import cuda_runner as runner_module
+from ngramspec.backends.cuda import device as device_module
 from ngramspec.backends.cuda.cuda_runner import CudaOutput, CudaRunner
 from ngramspec.backends.cuda.gpu_kv_pool import CudaPool
 from ngramspec.backends.cuda.graphs import ITEMS, ROWS, Graphs, bucket_for, decode_buckets
@@ -19,6 +20,7 @@ from ngramspec.backends.cuda.model import CudaDecoder, ModulesDecoder
 from ngramspec.engine import assembly
 from ngramspec.engine.assembly import DeviceConfig
 from ngramspec.errors import OutOfMemoryError, UnsupportedModelError
+from ngramspec.models import loader
 from ngramspec.outputs import KEPT
 from ngramspec.sampling.batch import Batch
 
@@ -125,6 +127,22 @@ def test_engines_of_these_tests_ask_for_the_device(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnsupportedModelError, match="nothing is bound"):
         make_engine(make_model("llama"), "cuda", monkeypatch)
     assert asked == ["cuda:0"]
+
+
+def test_a_model_is_loaded_on_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in blocks are unpacked while it is loaded, and Triton launches on the thread's current device, whatever it works on."""
+    current = list[str]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(device_module, "free_bytes", lambda device, utilization: 1 << 30)
+
+    def load(*_: object, device: str, **__: object) -> None:
+        assert [device] == current
+        raise UnsupportedModelError(f"nothing is loaded on {device}")
+
+    monkeypatch.setattr(loader, "load_model", load)
+    with pytest.raises(UnsupportedModelError, match="nothing is loaded on cuda:1"):
+        Engine("random:SmolLM2-135M", device="cuda:1")
 
 
 def prompts() -> list[list[int]]:
