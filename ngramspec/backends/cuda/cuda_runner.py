@@ -20,7 +20,7 @@ from ngramspec.backends.base import Runner, RunnerOptions, check_supported, has_
 from ngramspec.backends.cuda import gpu_sampler, kv_move
 from ngramspec.backends.cuda.attention_schedule import AttentionSchedule
 from ngramspec.backends.cuda.cuda_output import CudaOutput, PassResults, PassTimer
-from ngramspec.backends.cuda.device import free_bytes, get_limits, peak_bytes
+from ngramspec.backends.cuda.device import free_bytes, get_limits, peak_bytes, translate_memory_errors
 from ngramspec.backends.cuda.expected_logits import ExpectedLogits, compute_expected_logits, measure_difference
 from ngramspec.backends.cuda.expert_kernels import PairProduct, find_dependence
 from ngramspec.backends.cuda.expert_layer import holds_experts
@@ -80,6 +80,7 @@ class CudaRunner(Runner):
     cost_rows: tuple[int, ...] = (*ROWS, 257, 512)
     """Larger passes are not captured: the host launches every kernel."""
 
+    @translate_memory_errors()
     def __init__(self, model: PreTrainedModel, options: CudaOptions) -> None:
         """Bind a loaded model to the device. Raises UnsupportedModelError, OutOfMemoryError, MissingPackageError."""
         self.model, self.max_rows, self.max_depth = model.eval(), options.max_rows, options.max_depth

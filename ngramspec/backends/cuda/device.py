@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from ngramspec.errors import MissingPackageError
+from ngramspec.backends.base import is_out_of_memory
+from ngramspec.errors import MissingPackageError, OutOfMemoryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +73,17 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     work()
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_reserved(device) - before)
+
+
+@contextmanager
+def translate_memory_errors() -> Iterator[None]:
+    """Turn whatever is raised when memory runs out while a model is bound into an OutOfMemoryError."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, OutOfMemoryError) or not is_out_of_memory(e):
+            raise
+        raise OutOfMemoryError(
+            f"memory ran out while passes were tried at load: {e}; a smaller model, fewer rows in a pass (max_rows) or shorter texts "
+            "(max_model_len) may fit"
+        ) from e

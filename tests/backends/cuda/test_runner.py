@@ -75,6 +75,17 @@ def test_too_little_memory_is_told(device: str) -> None:
         bind("llama", torch.float32, device, kv_bytes=1000)
 
 
+@pytest.mark.parametrize("message", ["CUDA out of memory. Tried to allocate 2.00 GiB", "Triton Error [CUDA]: out of memory"])
+def test_memory_that_runs_out_at_load_is_told(message: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise (torch.OutOfMemoryError if message.startswith("CUDA") else RuntimeError)(message)
+
+    take_on_trust(monkeypatch)
+    monkeypatch.setattr(runner_module.AttentionWorkspace, "allocate", fails)
+    with pytest.raises(OutOfMemoryError, match=r"at load: (CUDA|Triton Error .CUDA.:) out of memory"):
+        bind("llama", torch.float32, device, narrow=True, n_layers=1)
+
+
 def test_the_pool_is_what_the_largest_pass_leaves(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take_on_trust(monkeypatch)
     passes, seen, forward = list[int](), list[int](), CudaRunner.forward
