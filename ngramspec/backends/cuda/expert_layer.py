@@ -138,7 +138,7 @@ class RouterModule(nn.Module):
         logits = self.product.compute_partials(x.reshape(-1, x.shape[-1]))
         added = self.correction if correction is None else correction.float()
         ids, weights = choose(logits, self.product.bias, added, self.options)
-        return logits[0], weights, ids
+        return logits[0], weights, ids.long()  # as transformers' routers return them; its "eager" experts take no others
 
 
 class ExpertsModule(nn.Module):
