@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu [--only PART,PART | --share 1/3] [--out F.json] [--prompts F.jsonl] [--trace F.jsonl] [--tokenizer M] ...
 
-Parts: the CUDA tests; the memory's speed; passes by rows; the kernels of a pass; the host's share of a step; what exactness costs; whether
-texts are identical; recorded edits replayed; transformers' own generation; a mixture of experts (`--only moe`): passes, kernels and
-identical texts. Each runs in a process of its own, so that one that fails or takes too long is recorded and the others go on. All of them
+Parts, in their order: the CUDA tests; a mixture of experts (passes, kernels and identical texts); whether texts are identical; passes by
+rows; what exactness costs; the kernels of a pass; recorded edits replayed; the host's share of a step; transformers' own generation; the
+memory's speed. Each runs in a process of its own, so that one that fails or takes too long is recorded and the others go on. All of them
 take forty minutes at most; `--share 1/3`, `2/3` and `3/3` are parts that fit ten minutes each, without the mixture, and with `--out` the
 document grows from call to call. Progress goes to standard error, a table and a last line of JSON to standard output. Without a device:
 exit code 2, and what would have been measured. With a part that failed: 1.
@@ -47,18 +47,19 @@ MODELS = {
     "hybrid": "recurrent layers",
     "moe": "experts",
 }
-# The targets by name: the third each belongs to (0: none), the seconds it may take, what it does.
+# The parts by name, those first that are missed most if there is no time for all: the third each belongs to (0: none), the seconds it may
+# take, what it does.
 PARTS: dict[str, tuple[int, int, Callable[[Plan], Named]]] = {
     "tests": (1, 240, parts.run_tests),
-    "floor": (1, 45, parts.measure_floor),
-    "passes": (1, 205, parts.measure_passes),
-    "kernels": (1, 110, parts.profile_kernels),
-    "host": (2, 130, parts.measure_host),
-    "exactness": (2, 130, parts.compare_products),
-    "identity": (2, 340, parts.check_identity),
-    "replay": (3, 260, parts.replay),
-    "generate": (3, 300, parts.generate),
     "moe": (0, 400, parts.measure_experts),
+    "identity": (2, 340, parts.check_identity),
+    "passes": (1, 205, parts.measure_passes),
+    "exactness": (2, 130, parts.compare_products),
+    "kernels": (1, 110, parts.profile_kernels),
+    "replay": (3, 260, parts.replay),
+    "host": (2, 130, parts.measure_host),
+    "generate": (3, 300, parts.generate),
+    "floor": (1, 45, parts.measure_floor),
 }
 
 

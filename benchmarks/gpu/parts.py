@@ -83,7 +83,7 @@ class Plan:
     """Replayed one at a time; for the largest batch a quarter as many groups."""
     max_tokens: int = 64
     kv_bytes: int = 8 << 30
-    tests: tuple[str, ...] = ("-n", "8", "tests/backends/cuda")
+    tests: tuple[str, ...] = ("-n", "logical", "tests/backends/cuda")
     """Arguments of pytest."""
 
 
