@@ -25,6 +25,7 @@ from ngramspec.prompts.tool_calls.call_scanner import KnownTools
 SEEK_S = 1.0  # for finding the tool whose parameters are at fault
 REGEX_BYTES = 1 << 20  # of a compiled pattern in a tool's schema
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_ANY_OBJECT = {"type": "object"}
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -113,21 +114,30 @@ class Toolbox:
 
 
 class _ArgumentValidators:
-    """Checks whether arguments fit the schemas of tools. A schema is compiled at its first use; nothing that it refers to is fetched."""
+    """Checks whether arguments fit the schemas of tools. A schema is compiled at its first use; nothing that it refers to is fetched.
+
+    One that the validator does not know, such as `"properties": []` of clients in PHP or Lua, asks for an object and nothing else.
+    """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._schemas = schemas
         self._compiled: dict[str, Any] = {}
 
     def match_schema(self, name: str, arguments: Any) -> bool:
+        if name not in self._compiled:
+            self._compiled[name] = _compile_schema(_ANY_OBJECT | dict(self._schemas[name]))
         try:
-            if name not in self._compiled:
-                schema = {"type": "object"} | dict(self._schemas[name])
-                options = jsonschema_rs.RegexOptions(size_limit=REGEX_BYTES)  # matches in linear time, whatever the pattern
-                self._compiled[name] = jsonschema_rs.validator_for(schema, retriever=_fetch_nothing, pattern_options=options)
             return bool(self._compiled[name].is_valid(arguments))
-        except (ValueError, RecursionError):  # no schema that the validator knows, or values nested too deeply
+        except (ValueError, RecursionError):  # values nested too deeply
             return False
+
+
+def _compile_schema(schema: dict[str, Any]) -> Any:
+    options = jsonschema_rs.RegexOptions(size_limit=REGEX_BYTES)  # matches in linear time, whatever the pattern
+    try:
+        return jsonschema_rs.validator_for(schema, retriever=_fetch_nothing, pattern_options=options)
+    except (ValueError, RecursionError):
+        return jsonschema_rs.validator_for(_ANY_OBJECT)
 
 
 def _fetch_nothing(uri: str) -> Any:
