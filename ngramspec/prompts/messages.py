@@ -6,6 +6,7 @@ Dicts enter, turns and a `Toolbox` leave; every error names the field at fault. 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -18,7 +19,8 @@ M = TypeVar("M")
 PARTS = "\n"  # between the parts of a message, as in vLLM and llama.cpp
 # Types of parts that no model reads here: of OpenAI's two routes, and of Anthropic's.
 MEDIA = {"image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "input_file", "file", "document"}
-ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
+ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}  # what templates call OpenAI's
+_ROLE = re.compile("[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
@@ -38,6 +40,16 @@ def read_turns(messages: Sequence[M], read: Callable[[M, str, dict[str, str]], T
         turns.append(read(message, f"messages[{i}]", names))
         names |= {call.id: call.name for call in turns[-1].calls}
     return turns
+
+
+def read_role(role: str, where: str) -> str:
+    """Return what templates call a role. One that is none of OpenAI's is a word that the model's template may know.
+
+    Raises InvalidInputError.
+    """
+    if not _ROLE.fullmatch(role):
+        raise _make_error(where, f"must be one of {', '.join(ROLES)}, or a word that the model's template knows", role[:40])
+    return ROLES.get(role, role)
 
 
 def name_omitted(kind: str) -> str:

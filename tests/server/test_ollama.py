@@ -183,6 +183,21 @@ def test_results_of_calls(client: httpx.Client) -> None:
     )
 
 
+def test_roles_that_clients_send(client: httpx.Client) -> None:
+    """avante sends the system message as `developer`, Granite is asked to think by `control`, Continue hands thoughts back in messages."""
+
+    def count(*turns: dict[str, str]) -> int:
+        made = client.post("/api/chat", json={"model": "", "messages": turns, "options": {"num_predict": 1}, "stream": False})
+        assert made.status_code == 200, made.text
+        return int(made.json()["prompt_eval_count"])
+
+    user, said = DRAW[0], {"role": "assistant", "content": "drawn"}
+    assert count({"role": "developer", "content": "Be brief."}, user) == count({"role": "system", "content": "Be brief."}, user)
+    assert count({"role": "control", "content": "thinking"}, user) > count(user)
+    assert count(user, {"role": "thinking", "content": "hm"}, said, user) == count(user, said | {"thinking": "hm"}, user)
+    assert count(user, {"role": "thinking", "content": "hm"}) == count(user)
+
+
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zed": (  # crates/ollama, 0.21x: what its assistant sends
         "/api/chat",
@@ -281,7 +296,7 @@ def test_keys_and_names(make_server: Callable[..., Server]) -> None:
 
 STRINGY = {"function": {"name": "a", "arguments": "{}"}}
 WRONG: list[tuple[str, str, dict[str, Any]]] = [
-    ("/api/chat", "messages[0].role", {"messages": [{"role": "critic", "content": "a"}]}),
+    ("/api/chat", "messages[0].role", {"messages": [{"role": "no body", "content": "a"}]}),
     ("/api/chat", "messages[0].images", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}),
     ("/api/chat", "messages[0].tool_calls", {"messages": [{"role": "user", "tool_calls": [{"function": {"name": "a", "arguments": {}}}]}]}),
     ("/api/chat", "messages[0].tool_calls[0].function.arguments", {"messages": [{"role": "assistant", "tool_calls": [STRINGY]}]}),

@@ -243,11 +243,10 @@ class _OllamaChatHandler(_OllamaHandler):
 
     def __init__(self, state: ServerState, prompts: Prompts, body: OllamaChatRequest, identity: Identity) -> None:
         super().__init__(state, prompts, body, identity)
-        self.is_empty = not body.messages
-        if not self.is_empty:
-            self._conversation = Conversation(
-                state, prompts, body.make_turns(), read_toolbox(body.tools, None, None), "messages", body.style
-            )
+        turns = body.make_turns()
+        self.is_empty = not turns
+        if turns:
+            self._conversation = Conversation(state, prompts, turns, read_toolbox(body.tools, None, None), "messages", body.style)
             self.n_chars = self._conversation.n_chars
 
 

@@ -12,15 +12,16 @@ from pydantic import BaseModel, Field
 
 from ngramspec.options import MAX_INT
 from ngramspec.prompts.chat_template import ANSWER, Style
-from ngramspec.prompts.messages import PARTS, name_omitted
-from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, USER, Call, Turn
+from ngramspec.prompts.messages import PARTS, name_omitted, read_role
+from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
 from ngramspec.sampling_params import MAX_SEED, MAX_STOPS
 from ngramspec.server.error_responses import make_field_error
 from ngramspec.server.openai.schemas import OpenAIRequest, StopString
 from ngramspec.server.request_fields import Items, NullIsDefault, StrictModel, TokenId, add_sampling_fields
 from ngramspec.server.tool_fields import MAX_TOOLS, ToolDeclared
 
-ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
+# The role of messages of their own in which Continue sends back what the assistant thought. Ollama's templates skip them.
+THOUGHTS = "thinking"
 # Ollama's names of sampling parameters, and those of `SamplingParams`.
 SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")}
 SAMPLING["repeat_penalty"] = "repetition_penalty"
@@ -138,14 +139,17 @@ class OllamaChatRequest(OllamaRequest):
         """Return the messages of a chat. A result without an id is that of the next call. Raises ApiError (400)."""
         turns: list[Turn] = []
         waiting: list[Call] = []
+        thoughts = ""
         for i, message in enumerate(self.messages):
             where = f"messages[{i}]"
-            if message.role not in ROLES:
-                raise make_field_error(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {message.role[:40]!r}")
-            if message.images and message.role != TOOL:
+            role = read_role(message.role, f"{where}.role")
+            if message.images and role != TOOL:
                 raise make_field_error(f"{where}.images", "this model reads text only", "not_supported")
             content = message.content or ""
-            if message.role == TOOL:
+            if role == THOUGHTS:
+                thoughts = content
+                continue
+            if role == TOOL:
                 content = PARTS.join(filter(None, (content, *(name_omitted("image") for _ in message.images or ()))))
                 call_id, name = message.tool_call_id, message.tool_name
                 call = next((call for call in waiting if call_id in (None, call.id) and name in (None, call.name)), None)
@@ -157,10 +161,11 @@ class OllamaChatRequest(OllamaRequest):
                 Call(call.id or f"call_{i}_{j}", call.function.name, json.dumps(call.function.arguments or {}, ensure_ascii=False))
                 for j, call in enumerate(message.tool_calls or ())
             )
-            if calls and message.role != ASSISTANT:
+            if calls and role != ASSISTANT:
                 raise make_field_error(f"{where}.tool_calls", "only the assistant calls tools")
             waiting = list(calls) if calls else waiting
-            turns.append(Turn(message.role, content, calls, thoughts=(message.thinking or "") if message.role == ASSISTANT else ""))
+            turns.append(Turn(role, content, calls, thoughts=(message.thinking or thoughts) if role == ASSISTANT else ""))
+            thoughts = ""
         return turns
 
 

@@ -5,7 +5,6 @@ A checked request becomes one `EngineInput`; its completion or deltas become an 
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from ngramspec.engine.llm_engine import Request as EngineRequest
 from ngramspec.outputs import Choice, Completion, TokenLogprob
 from ngramspec.prompts.chat_template import Prompts, Style
-from ngramspec.prompts.messages import PARTS, read_turns
+from ngramspec.prompts.messages import PARTS, read_role, read_turns
 from ngramspec.prompts.tool_calls.call_scanner import StreamDelta, TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.prompts.tool_calls.stream_parser import StreamParser
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
@@ -43,9 +42,6 @@ from ngramspec.server.tool_fields import read_calls, read_toolbox
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
 THOUGHTS = ("reasoning_content", "reasoning")  # llama.cpp's name, and vLLM's
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": ASSISTANT, "tool": TOOL}  # what templates call OpenAI's
-
-_ROLE = re.compile("[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
 def make_router(state: ServerState) -> APIRouter:
@@ -327,10 +323,7 @@ def _read_turn(message: Message, where: str, names: dict[str, str]) -> Turn:
     """Return a message as a turn. `names`: of the calls so far, by their ids. Raises ApiError (400)."""
     if message.function_call or message.role == "function":
         raise make_field_error(where, "tools have taken the place of functions", "not_supported")
-    if not _ROLE.fullmatch(message.role):
-        why = f"must be one of {', '.join(ROLES)}, or a word that the model's template knows, got {message.role[:40]!r}"
-        raise make_field_error(f"{where}.role", why)
-    role = ROLES.get(message.role, message.role)
+    role = read_role(message.role, f"{where}.role")
     calls = read_calls(message.tool_calls, where) if message.tool_calls else ()
     if calls and role != ASSISTANT:
         raise make_field_error(f"{where}.tool_calls", "only the assistant calls tools")
