@@ -115,11 +115,14 @@ def test_a_middle_is_filled_in(fim_engine: Engine, monkeypatch: pytest.MonkeyPat
         asked = {"input_prefix": "def add(", "input_suffix": "return", "n_predict": 12, "temperature": 0, "prompt": ""}
         assert made["response"] == client.post("/infill", json=asked).json()["content"]
         assert cursors == [("def add(", "return")] * 2, "what is left of it is the next one's draft"
-        assert "insert" in client.post("/api/show", json={"model": ""}).json()["capabilities"]
+        shown = client.post("/api/show", json={"model": ""}).json()
+        assert "insert" in shown["capabilities"]
+        assert ".Suffix" in shown["template"], "Continue sends a suffix if it sees that"
 
 
 def test_nothing_asked_for_is_a_load(client: httpx.Client) -> None:
-    for path, given in (("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""}), ("/api/generate", {})):
+    thought = {"messages": [{"role": "thinking", "content": "hm"}]}
+    for path, given in (("/api/chat", {"messages": []}), ("/api/chat", thought), ("/api/generate", {"prompt": ""}), ("/api/generate", {})):
         made = client.post(path, json={"model": "any", "keep_alive": -1} | given).json()
         assert (made["done"], made["done_reason"]) == (True, "load")
     assert client.post("/api/generate", json={"model": "any", "keep_alive": 0}).json()["done_reason"] == "unload"
@@ -134,7 +137,7 @@ def test_what_clients_ask_of_models(client: httpx.Client, server: Server) -> Non
     assert client.get("/api/version").json()["version"].count(".") == 2
     for asked in ({"model": name}, {"name": f"{name}:latest"}):
         shown = client.post("/api/show", json=asked).json()
-        assert shown["capabilities"] == ["completion", "tools"]
+        assert (shown["capabilities"], shown["template"]) == (["completion", "tools"], "{{ .Prompt }}")
         assert shown["model_info"] == {
             "general.architecture": "llama",
             "general.basename": name,

@@ -114,7 +114,8 @@ class _Models:
         return {
             "modelfile": f"FROM {self._engine.name}",
             "parameters": "",
-            "template": "{{ .Prompt }}",  # Ollama's are Go's; this model's own is applied here, and `raw` asks for none
+            # Ollama's are Go's; this model's own is applied here, and `raw` asks for none. Continue looks for `.Suffix`.
+            "template": "{{ .Prompt }}{{ .Suffix }}" if self._fim else "{{ .Prompt }}",
             "details": self._details,
             "model_info": {
                 "general.architecture": family,
