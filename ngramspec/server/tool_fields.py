@@ -16,7 +16,7 @@ from ngramspec.prompts.tool_calls.toolbox import DeclaredTool, NamedTools, Toolb
 from ngramspec.server.error_responses import make_field_error, require
 from ngramspec.server.request_fields import Items, StrictModel
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024  # OpenAI takes 128; agents that ask tool servers (MCP) declare more, most of them deferred
 
 
 class FunctionDeclared(StrictModel):

@@ -183,6 +183,8 @@ def test_tools_are_loaded_by_the_conversation(client: httpx.Client) -> None:
         return client.post("/v1/messages", json=given | {"messages": messages, "tools": tools, "tool_choice": choice})
 
     assert count(FOUND[:3], given["tools"]) == count(FOUND[:3], [search])
+    servers = [CRON | {"name": f"mcp__server__tool_{i}", "defer_loading": True} for i in range(1000)]  # far more than a prompt can hold
+    assert count(FOUND[:3], [search, *servers]) == count(FOUND[:3], [search])
     assert "no tool 'CronList'" in call(FOUND[:2]).text
     described = {"type": "function", "function": {"name": "CronList", "description": "Lists jobs.", "parameters": CRON["input_schema"]}}
     text = f"These functions can be called from now on:\n{json.dumps(described)}"

@@ -24,7 +24,7 @@ from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.template_process import get_template_processes
 from ngramspec.prompts.tool_calls.call_formats import HERMES, CallFormat
 from ngramspec.prompts.tool_calls.tool_prompt import Call, Turn
-from ngramspec.server.tool_fields import ToolDeclared, read_toolbox
+from ngramspec.server.tool_fields import MAX_TOOLS, ToolDeclared, read_toolbox
 
 SHAPE = {
     "type": "object",
@@ -452,7 +452,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("tools[0].function.parameters", {"tools": [declared("f", 3)]}),
     ("tools[1].function.parameters", {"tools": [TOOLS[0], declared("f", {"properties": {"a": {"type": "?"}}})], "tool_choice": "required"}),
     ("tools[0].function.strict", {"tools": [declared("f", {}, strict="yes")]}),
-    ("tools", {"tools": [declared(f"f{i}", {}) for i in range(129)]}),
+    ("tools", {"tools": [declared(f"f{i}", {}) for i in range(MAX_TOOLS + 1)]}),
     ("tools", {"tools": "all"}),
     ("tool_choice", {"tool_choice": "required"}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": "any"}),
