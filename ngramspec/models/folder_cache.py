@@ -97,7 +97,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], source: TensorSource, 
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise NotCachedError("its tokenizer is none of the `tokenizers` library")
     try:
-        tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))  # which would make a folder
+        write_tokenizer(tokenizer, folder)
         found, wanted = _describe_tokenizer(DeferredTokenizer(folder)), _describe_tokenizer(tokenizer)
     except OSError:
         raise
@@ -105,6 +105,11 @@ def write_folder(folder: Path, config: Mapping[str, Any], source: TensorSource, 
         raise NotCachedError(f"its tokenizer cannot be written and read back: {error}") from error
     if other := [what for what, one, two in zip(_ASPECTS, found, wanted, strict=True) if one != two]:
         raise NotCachedError(f"its tokenizer has other {' and '.join(other)} if it is read from its file alone")
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer's files, several chat templates into its config. Raises what transformers raises."""
+    tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))  # which would make a folder
 
 
 _ASPECTS = ("tokens", "special tokens", "chat template", "added tokens", "ids", "texts", "sizes")

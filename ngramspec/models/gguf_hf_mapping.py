@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import header_limits, vocabulary
+from ngramspec.models.folder_cache import write_tokenizer
 from ngramspec.models.gguf import Gguf
 from ngramspec.models.gguf_architectures import read_config
 from ngramspec.models.gguf_metadata import SLIDING
@@ -50,7 +51,7 @@ def derive(gguf: Gguf, folder: Path) -> None:
     generation.eos_token_id = sorted(vocabulary.end_token_ids_of(gguf))
     generation.save_pretrained(folder)
     try:
-        tokenizer.save_pretrained(folder)
+        write_tokenizer(tokenizer, folder)
     except Exception as error:
         if type(error) is Exception or isinstance(error, UnicodeError):  # the library raises no OSError for a full disk or an odd path
             raise OSError(f"the tokenizer cannot be written: {error}") from error

@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 _Model = TypeVar("_Model", Gguf, ModelFolder)
 
-RECORD_FORMAT, FOLDER_FORMAT = 2, 12  # versions of the two layouts on disk
+RECORD_FORMAT, FOLDER_FORMAT = 2, 13  # versions of the two layouts on disk
 MANIFEST = "derived.json"
 _CONVERTED = "converted.json"  # manifest of a whole model in float32, which earlier versions cached
 _DIGEST = 2 * hashlib.sha256().digest_size  # characters of a hexadecimal SHA-256

@@ -92,6 +92,7 @@ SHOWN_NAMES = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|constrain
 # Most values of a vocabulary's arrays, such as merges: _VOCABULARY, or _PER_TOKEN per row of the largest matrix. Llama 3 has 2.2 merges
 # per token.
 _VOCABULARY, _PER_TOKEN = 1 << 18, 4
+_TEMPLATE = "tokenizer.chat_template"
 _LONGEST_TOKEN = 1 << 10  # Characters: longer tokens are no result of merges. The longest of Llama 2 and Gemma have some 60.
 
 
@@ -253,9 +254,17 @@ def _make_fast(backend: Tokenizer, gguf: Gguf, tokens: list[str], add_bos: bool)
         tokenizer_object=backend,
         add_bos_token=metadata.get("tokenizer.ggml.add_bos_token", add_bos) and named["bos_token"] is not None,
         add_eos_token=metadata.get("tokenizer.ggml.add_eos_token", False) and named["eos_token"] is not None,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_read_templates(gguf),
         **named,
     )
+
+
+def _read_templates(gguf: Gguf) -> str | dict[str, str] | None:
+    """Return the chat template; all by their names if there are more than the default one: Command R and Hermes 2 have one for tools."""
+    found = {"default": gguf.metadata.get(_TEMPLATE)}
+    found |= {key.removeprefix(f"{_TEMPLATE}."): text for key, text in gguf.metadata.items() if key.startswith(f"{_TEMPLATE}.")}
+    templates = {name: text for name, text in found.items() if isinstance(text, str)}
+    return templates if len(templates) > 1 and "default" in templates else templates.get("default")
 
 
 def _read_tokens(gguf: Gguf) -> list[str]:

@@ -141,6 +141,26 @@ def test_control_tokens_of_any_spelling_and_kind_are_matched(tmp_path: Path) -> 
     assert len(tokenizer) == tiny_gguf.VOCAB
 
 
+@pytest.mark.parametrize("default", ["{{ 'plain' }}", None])
+def test_a_template_for_tools_is_read_beside_the_default_one(tmp_path: Path, default: str | None) -> None:
+    key = "tokenizer.chat_template"
+    path = tiny_gguf.write(tmp_path / "model.gguf", metadata={key: default, f"{key}.tool_use": "{{ 'tools' }}"})
+    first = open_model(str(path), cache_dir=tmp_path / "cache").tokenizer
+    later = reopen_model(gguf.read(path), None, tmp_path / "cache")
+    assert later is not None
+    for tokenizer in (first, later.tokenizer, load_tokenizer(str(path), cache_dir=tmp_path / "cache")):
+        if default is None:
+            assert not tokenizer.chat_template, "which llama.cpp would not use without tools"
+        else:
+            assert (tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])) == ("{{ 'plain' }}", "{{ 'tools' }}")
+
+
+@pytest.mark.parametrize("template", [5, True, 1.5])
+def test_a_template_that_is_no_text_is_none(tmp_path: Path, template: object) -> None:
+    path = tiny_gguf.write(tmp_path / "model.gguf", metadata={"tokenizer.chat_template": template})  # type: ignore[dict-item]
+    assert load_tokenizer(str(path), cache_dir=tmp_path / "cache").chat_template is None
+
+
 def test_what_an_earlier_version_kept_is_made_anew(tmp_path: Path) -> None:
     path = tiny_gguf.write(tmp_path / "model.gguf", tokens={"<|im_end|>": CONTROL})
     wanted = open_model(str(path), cache_dir=tmp_path / "cache").eos_token_ids

@@ -651,6 +651,12 @@ def test_properties(editor: httpx.Client, fim_engine: Engine) -> None:
     assert props["build_info"].startswith("ngramspec-")
 
 
+def test_properties_with_several_chat_templates(editor: httpx.Client, fim_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fim_engine.tokenizer, "chat_template", {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}"})
+    props = editor.get("/props").json()
+    assert (props["chat_template"], props["chat_template_tool_use"]) == ("{{ 'plain' }}", "{{ 'tools' }}")
+
+
 def test_the_page_can_be_left_out(fim_engine: Engine) -> None:
     for playground, status in ((True, 200), (False, 404)):
         with routes_of(fim_engine, playground=playground) as client:

@@ -292,12 +292,15 @@ class _LlamaHandler:
         params = self.make_params(body, 0, room=self.engine.max_model_len, grammar=None, bias={})
         settings = self.format.describe_settings(body, params) | {"max_tokens": -1}
         engine = self.engine
+        template = getattr(engine.tokenizer, "chat_template", None) or ""
+        templates = template if isinstance(template, dict) else {"default": template}
         return {
             "default_generation_settings": {"id": 0, "n_ctx": engine.max_model_len, "params": settings},
             "total_slots": self.n_slots,
             "model_path": PurePath(engine.source or engine.name).name,
             "model_alias": self.state.names[0],
-            "chat_template": getattr(engine.tokenizer, "chat_template", None) or "",
+            "chat_template": templates.get("default", ""),
+            **({"chat_template_tool_use": templates["tool_use"]} if "tool_use" in templates else {}),
             "modalities": {"vision": False, "audio": False},
             "build_info": f"ngramspec-{__version__}",
             "exactness": engine.promise,
