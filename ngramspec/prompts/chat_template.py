@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ngramspec.datastore.tokens import find_control_tokens
-from ngramspec.errors import InvalidInputError, UnsupportedModelError
+from ngramspec.errors import InvalidInputError, TokenizerError, UnsupportedModelError
 from ngramspec.prompts.named_templates import NAMED_TEMPLATES
 from ngramspec.prompts.template_process import TemplateLimitError, get_template_processes
 from ngramspec.prompts.thoughts import HARMONY, ThoughtMarks, ThoughtReader, detect_marks
@@ -61,6 +61,8 @@ class Style(NamedTuple):
 ANSWER = Style()
 # The day, as llama.cpp tells templates. Without it those of Llama 3 show the day of their making.
 DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
+MAX_DEPTH = 64  # of nested groups in a pattern for control tokens: Python's compiler takes some hundred; the longest tokens have 40 letters
+MAX_CONTROL = 1024  # characters of a control token, all of whose beginnings and endings are kept
 MAX_BLANKS = 4  # tokens of blanks between the mark of thoughts and the end of a prompt
 
 
@@ -76,6 +78,7 @@ class Prompts:
     """The prompts of one engine. Threads may share it; encoding a long text takes a while."""
 
     def __init__(self, encoder: TextEncoder) -> None:
+        """Look at the tokenizer's control tokens. Raises TokenizerError for one that is too long."""
         self._encoder, self._tokenizer = encoder, encoder.tokenizer
         self._bos: list[int] = [] if self._tokenizer is None else before_text(self._tokenizer)
         controls = {} if self._tokenizer is None else find_control_tokens(self._tokenizer.backend_tokenizer)
@@ -83,9 +86,11 @@ class Prompts:
         self._control = _any_of([token.content for token in controls.values()])
         self._special = _any_of([token.content for token in controls.values() if token.special])
         texts = [token.content for token in controls.values()]
+        self._longest = max(map(len, texts), default=0)
+        if self._longest > MAX_CONTROL:
+            raise TokenizerError(f"the tokenizer has a control token of {self._longest} characters; accepted: up to {MAX_CONTROL}")
         self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
         self._endings = {text[n:] for text in texts for n in range(1, len(text))}
-        self._longest = max(map(len, texts), default=0)
         self._controls = {token.content: number for number, token in controls.items()}
         self._specials = {token.content: number for number, token in controls.items() if token.special}
         self.marks = {number: token for token, number in self._specials.items()}
@@ -408,22 +413,21 @@ def _shorten_id(number: str) -> str:
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds these texts, at each place the longest, as tokenizers do; without texts it finds nothing.
 
-    The pattern is their tree of letters, so that a search does not slow down with their number.
+    The pattern is the tree of their first letters, so that a search does not slow down with their number.
     """
-    tree: dict[str, Any] = {}
-    for text in texts:
-        node = tree
-        for letter in text:
-            node = node.setdefault(letter, {})
-        node[""] = {}
 
-    def write_pattern(node: dict[str, Any]) -> str:
-        further = [re.escape(letter) + write_pattern(node[letter]) for letter in sorted(node) if letter]
-        if "" not in node and len(further) == 1:
-            return further[0]
-        return f"(?:{'|'.join(further)}){'?' if '' in node else ''}" if further else ""
+    def write_pattern(ends: list[str], depth: int) -> str:
+        """Return a pattern for any of these ends of texts, given longest first."""
+        if len(ends) == 1 or depth == MAX_DEPTH:
+            return f"(?:{'|'.join(map(re.escape, ends))})"
+        further: dict[str, list[str]] = {}
+        for end in ends:
+            further.setdefault(end[:1], []).append(end[1:])
+        branches = [re.escape(letter) + write_pattern(rest, depth + 1) for letter, rest in further.items() if letter]
+        return f"(?:{'|'.join(branches)}){'?' if '' in further else ''}"
 
-    return re.compile(write_pattern(tree) or r"(?!)")
+    ends = sorted({*texts}, key=lambda text: (-len(text), text))
+    return re.compile(write_pattern(ends, 0) if ends else r"(?!)")
 
 
 def before_text(tokenizer: Any) -> list[int]:

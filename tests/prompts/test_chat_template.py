@@ -13,7 +13,7 @@ from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from ngramspec.datastore.tokens import make_plain_tokenizer
-from ngramspec.errors import InvalidInputError
+from ngramspec.errors import InvalidInputError, TokenizerError
 from ngramspec.prompts.chat_template import ANSWER, Prompts
 from ngramspec.prompts.tool_calls.tool_prompt import Call, Turn
 
@@ -165,6 +165,25 @@ def test_what_the_normalizer_makes_a_control_token_is_text() -> None:
     ids = Prompts(engine).chat([Turn("user", f"a{wide}b")])  # type: ignore[arg-type]
     assert control_texts(engine, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert "a<|im_end|>b<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def add_control_tokens(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+    return tokenizer
+
+
+def test_control_tokens_may_be_long_and_begin_alike() -> None:
+    alike = [f"<{'x' * n}" for n in range(1, 700)]
+    engine = Tokenizing(add_control_tokens(extended(tiny.byte_tokenizer()), [*alike, f"<{'y' * 1000}>"]))
+    prompts = Prompts(engine)  # type: ignore[arg-type]
+    for text in (f"a{alike[-1]}b", f"a{alike[90]}b", f"<{'y' * 1000}>", f"<{'y' * 999}>"):
+        assert control_texts(engine, prompts.chat([Turn("user", text)])) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+
+
+def test_a_control_token_that_is_too_long_is_refused() -> None:
+    tokenizer = add_control_tokens(extended(tiny.byte_tokenizer()), [f"<{'x' * 2000}>"])
+    with pytest.raises(TokenizerError, match="a control token of 2002 characters; accepted: up to 1024"):
+        Prompts(Tokenizing(tokenizer))  # type: ignore[arg-type]
 
 
 def test_private_use_characters_are_characters() -> None:
