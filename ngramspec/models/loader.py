@@ -176,12 +176,16 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     """Return the ids that end a text of a model that came from no GGUF file.
 
     These are the ids that generation config, config and tokenizer state, and control tokens whose names say so, as in llama.cpp. Plain
-    words of the vocabulary end no text here: Qwen's </s> is HTML to transformers.
+    words of the vocabulary end no text here: Qwen's </s> is HTML to transformers. Raises UnsupportedModelError for what is no id.
     """
     stated: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        stated.update([ids] if isinstance(ids, int) else ids or ())
+        found = getattr(holder, "eos_token_id", None)
+        ids = found if isinstance(found, list | tuple) else [] if found is None else [found]
+        if not all(type(each) is int for each in ids):
+            told = f"{found!r:.80} by its {type(holder).__name__}"
+            raise UnsupportedModelError(f"{type(model).__name__}: eos_token_id is {told}; accepted: a token id, a list of them, or null")
+        stated.update(each for each in ids if 0 <= each < model.config.get_text_config().vocab_size)  # -1 stands for none
     added = {str(token): number for number, token in get_added_tokens(tokenizer).items()}
     return tuple(sorted(vocabulary.end_token_ids(added, stated)))
 

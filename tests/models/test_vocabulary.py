@@ -12,7 +12,7 @@ import pytest
 import tiny
 import tiny_gguf
 
-from ngramspec.errors import TokenizerError
+from ngramspec.errors import TokenizerError, UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.loader import eos_token_ids, load_tokenizer, open_model
 from ngramspec.models.splits import NAMES, split_of
@@ -182,6 +182,21 @@ def test_control_tokens_of_a_folder_end_texts_by_their_names() -> None:
 def test_words_of_a_folder_end_no_text() -> None:
     assert end_token_ids({}, [7]) == {7}
     assert eos_token_ids(tiny.tiny_model("llama"), None) == (tiny.EOS,)
+
+
+@pytest.mark.parametrize("stated", [-1, tiny.VOCAB, [tiny.EOS, -1], 10**30])
+def test_ids_that_a_folder_states_and_no_token_has_end_no_text(stated: Any) -> None:
+    model = tiny.tiny_model("llama")
+    model.generation_config.eos_token_id = stated  # type: ignore[union-attr]
+    assert eos_token_ids(model, None) == (tiny.EOS,)
+
+
+@pytest.mark.parametrize("stated", [[1, "x"], [None, 1], 1.5, "2", True, [[1]]])
+def test_what_is_no_id_is_refused(stated: Any) -> None:
+    model = tiny.tiny_model("llama")
+    model.generation_config.eos_token_id = stated  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedModelError, match=r"eos_token_id is .* by its GenerationConfig; accepted: a token id, a list"):
+        eos_token_ids(model, None)
 
 
 @pytest.mark.models
