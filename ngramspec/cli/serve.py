@@ -140,8 +140,9 @@ def _make_settings(given: Mapping[str, Any]) -> ServerSettings:
         first = error.errors()[0]  # values are not repeated: they may be keys
         place, reason = _name_source(given, first["loc"]), describe_field_error(first)
         raise BadInputError(f"{place}: {reason}" if place else reason) from None
-    except SettingsError as error:
-        raise BadInputError(str(error)) from None
+    except SettingsError as error:  # of variables whose values are objects
+        field = re.search(r'field "(\w+)"', str(error))
+        raise BadInputError(f"{PREFIX}{field[1].upper()}: must be an object as JSON" if field else str(error)) from None
 
 
 def _name_source(given: Mapping[str, Any], place: Sequence[str | int]) -> str:

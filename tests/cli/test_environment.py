@@ -37,6 +37,14 @@ def test_a_wrong_value_names_its_variable(variable: str, value: str) -> None:
         read_environment(EngineConfig, {f"NGRAMSPEC_{variable}": value})
 
 
+@pytest.mark.parametrize("name", ["SAMPLING", "CHAT_TEMPLATE_KWARGS", "LIMITS"])
+@pytest.mark.parametrize("value", ["temperature=0", "[1]"])
+def test_a_variable_that_is_no_object_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"NGRAMSPEC_{name}", value)
+    result = CliRunner().invoke(app, ["serve", "--model", "none.gguf"])
+    assert str(result.exception).startswith(f"NGRAMSPEC_{name}: must be an object")
+
+
 def test_an_unknown_variable_is_refused() -> None:
     check_names({"NGRAMSPEC_THREADS": "1", "NGRAMSPEC_LIMITS__BODY_BYTES": "1", "NGRAMSPEC_MODEL": "m", "HOME": "/"})
     check_names({"NGRAMSPEC_API_KEY": "of a client, Zed's"})
