@@ -185,7 +185,7 @@ def exit_code(error: Exception) -> int | None:
     from ngramspec.datastore import errors as datastore_errors
 
     damaged = (datastore_errors.DatastoreLockedError, datastore_errors.DatastoreFullError, datastore_errors.DatastoreCorruptError)
-    if isinstance(error, (errors.OutOfMemoryError, errors.EngineClosedError, *damaged)):
+    if isinstance(error, (MemoryError, errors.EngineClosedError, *damaged)):
         return 1
     if isinstance(error, (errors.NgramspecError, datastore_errors.DatastoreError)):
         return 2
@@ -193,9 +193,11 @@ def exit_code(error: Exception) -> int | None:
 
 
 def _format_message(error: Exception) -> str:
-    from ngramspec.errors import ModelNotFoundError
+    from ngramspec.errors import ModelNotFoundError, NgramspecError
 
     message = error.format_message() if hasattr(error, "format_message") else str(error)
+    if isinstance(error, MemoryError) and not isinstance(error, NgramspecError):  # numpy's, of an array; Python's own says nothing
+        message = f"memory ran out: {message or 'Python could not allocate more'}"
     context: Any = getattr(error, "ctx", None)
     if message.startswith("No such command") and message.endswith("."):  # else typer has named the nearest one
         message = f"{message[:-1]}; accepted: {', '.join(context.command.commands)}"

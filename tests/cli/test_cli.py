@@ -171,6 +171,17 @@ def test_errors_of_the_engine(
     assert capsys.readouterr().err == f"ngramspec: {error}\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "told"), [(MemoryError("1 TiB for an array"), "1 TiB for"), (MemoryError(), "Python could not")], ids=["numpy", "python"]
+)
+def test_memory_that_runs_out_is_one_line(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, told: str
+) -> None:
+    engine.fail = error
+    assert run(monkeypatch, "complete", "x", "-q") == 1
+    assert capsys.readouterr().err.startswith(f"ngramspec: memory ran out: {told}")
+
+
 def test_an_unknown_command_names_those_there_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for words, accepted in (
         (["create"], "build-datastore"),
