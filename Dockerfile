@@ -41,7 +41,8 @@ RUN ngramspec warm-up --portable || ! grep -q avx2 /proc/cpuinfo
 FROM base
 COPY --from=build /opt/ngramspec /opt/ngramspec
 RUN useradd --uid 10001 --create-home ngramspec && install -d -o ngramspec -g ngramspec /cache
-USER ngramspec
+# By its number, since Kubernetes' runAsNonRoot does not look names up.
+USER 10001
 WORKDIR /home/ngramspec
 # Converted models, downloads and compiled functions: what can be made again, and takes minutes.
 ENV NGRAMSPEC_CACHE=/cache/ngramspec \
