@@ -65,10 +65,10 @@ class PromptAhead:
         return tokens, BlockHashes(self._salt, tokens).hashes
 
     def _compute_blocks(self, slot: int, cost: CostModel, tokens: np.ndarray, hashes: list[bytes]) -> bool:
-        """Compute the next blocks of a prompt. Return whether there were any, and room for them."""
+        """Compute the next blocks of a prompt. Return whether there were any, and room for them: one may be longer than any request's."""
         pool = self._runner.pool
         n_known = next((i for i, digest in enumerate(hashes) if digest not in pool.block_of), len(hashes))
-        if n_known == len(hashes) or LEAST_ROOM * len(tokens) > pool.n_positions:
+        if n_known == len(hashes) or len(hashes) > pool.max_blocks or LEAST_ROOM * len(tokens) > pool.n_positions:
             return False
         n_rows = cost.count_rows(MOST_MS, Load(1, keys=BLOCK * n_known))
         end = min(n_known + min(max(n_rows // BLOCK, 1), self._max_blocks), len(hashes))

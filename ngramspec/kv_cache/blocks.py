@@ -108,6 +108,7 @@ class BlockTables:
         n_idle = sum(block in self.cached for block in taken)
         if self.count_blocks(n_positions) - len(taken) > self.n_available - n_idle:
             return -1
+        assert self.count_blocks(n_positions) <= self.max_blocks, (n_positions, self.max_blocks)
         for i, block in enumerate(taken):
             self.cached.pop(block, None)
             self.ref_counts[block] += 1

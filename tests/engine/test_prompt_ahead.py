@@ -102,6 +102,15 @@ def test_a_beam_search_may_hold_all_slots(engine: Engine) -> None:
     assert wait_until(lambda: not engine.core.ahead.has_work)
 
 
+def test_a_prompt_that_is_too_long_is_not_computed_ahead(engine: Engine) -> None:
+    given, before = make_text(200), engine.status().tokens_ahead
+    longer = given + make_text(BLOCK * engine.runner.pool.max_blocks)  # text is spelled in more tokens than the model wrote it in
+    engine.complete(given, max_tokens=1, next_prompts=lambda _: [longer, make_text(40)])
+    assert wait_for_tokens(engine, before, BLOCK), "the other one is"
+    engine.runner.pool.check_integrity()
+    engine.complete([make_text(20) for _ in range(8)], max_tokens=1)
+
+
 def test_what_goes_wrong_ahead_ends_nothing(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     def fail(written: str) -> list[list[int]]:
         raise ValueError("no prompt")
