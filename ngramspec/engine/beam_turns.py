@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -73,10 +73,12 @@ def search_beams(
     return search.ended
 
 
-def decode_output(tokenizer: Any, prompt: np.ndarray, tokens: list[int], stop_ids: frozenset[int]) -> str:
-    """Return the text of an output, without a stop token at its end; "" without a tokenizer."""
+def decode_output(tokenizer: Any, prompt: Iterable[int], tokens: list[int], stop_ids: Collection[int]) -> list[str]:
+    """Return what each token of an output adds to its text: a stop token at its end nothing, and none anything without a tokenizer."""
     if tokenizer is None:
-        return ""
-    stream = TextStream(tokenizer, prompt.tolist())
+        return [""] * len(tokens)
+    stream = TextStream(tokenizer, list(prompt))
     worded = tokens[:-1] if tokens[-1] in stop_ids else tokens
-    return "".join([*map(stream.push, worded), stream.finish()])
+    texts = [*map(stream.push, worded), *([""] * (len(tokens) - len(worded)))]
+    texts[-1] += stream.finish()
+    return texts

@@ -337,7 +337,7 @@ class Engine(GenerationMethods):
         constraint = None if grammar is None else self.compile_grammar(grammar, tenant=tenant)
         should_stop = control.get("should_stop", lambda: False)
         ended = search_beams(self._thread, ids, options, block_hashes, constraint, speculation=speculation, should_stop=should_stop)
-        return [Beam(each.tokens, decode_output(self.tokenizer, ids, each.tokens, stop_ids), each.score) for each in ended]
+        return [Beam(each.tokens, "".join(decode_output(self.tokenizer, ids, each.tokens, stop_ids)), each.score) for each in ended]
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the token ids [n] int32 of a prompt, as the model will see them.

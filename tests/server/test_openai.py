@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +180,17 @@ def test_logprobs(api: openai.OpenAI, engine: Engine, model: str, echo: bool, st
         assert text[start:end] == token or token.startswith(("bytes:", "<")) or len(text[start:end]) != 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_a_prompts_control_tokens(client: httpx.Client, stream: bool) -> None:
+    text = "<|im_start|>ab<|im_end|>c"
+    body = {"prompt": text, "max_tokens": 2, "logprobs": 0, "echo": True, "ignore_eos": True, "stream": stream}
+    answer = client.post("/v1/completions", json=body).text
+    chunks = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")] if stream else [json.loads(answer)]
+    told = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    offsets = [offset for each in told for offset in each["text_offset"]]
+    assert offsets[:6] == [0, 12, 13, 14, 24, len(text)]
+
+
 def test_the_whole_vocabulary_is_told_where_the_settings_say_so(engine: Engine) -> None:
     question = {"prompt": TEXT, "max_tokens": 2, "ignore_eos": True}
     chat = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True, "top_logprobs": -1, "ignore_eos": True}
@@ -207,6 +219,16 @@ def test_the_bytes_of_logprobs_are_the_text(api: openai.OpenAI, engine: Engine, 
     raw = b"".join(bytes(each.bytes or []) for each in tokens if each.token not in special)
     assert raw.decode(errors="replace") == choice.message.content
     assert any(each.token.startswith("bytes:") for each in tokens)
+
+
+def test_beams_tell_of_their_tokens(engine: Engine, client: httpx.Client) -> None:
+    expected = engine.beam_search(ids(TEXT), 2, 6)
+    body = {"prompt": TEXT, "n": 2, "max_tokens": 6, "use_beam_search": True, "return_sources": True, "return_token_ids": True}
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == [beam.token_ids for beam in expected]
+    for choice, beam in zip(choices, expected, strict=True):
+        told = choice["ngramspec"]["tokens"]
+        assert (len(told), "".join(token["text"] for token in told)) == (len(beam.token_ids), beam.text)
 
 
 def test_beams_are_the_engines(engine: Engine) -> None:

@@ -74,6 +74,8 @@ async def search_beams(
 
 def _search(engine: Engine, given: EngineInput, length_penalty: float, stopped: threading.Event) -> Completion:
     """Return the beams of one prompt as choices; waits for the engine."""
+    from ngramspec.engine.beam_turns import decode_output  # loaded only where beams are asked for
+
     started, params, hints = time.perf_counter(), given.params, given.hints
     beams = engine.beam_search(
         given.prompt,
@@ -87,12 +89,14 @@ def _search(engine: Engine, given: EngineInput, length_penalty: float, stopped: 
         should_stop=stopped.is_set,
     )
     took = time.perf_counter() - started
+    stop_ids = () if params.ignore_eos and params.grammar is None else engine.eos_token_ids
     choices = [
-        _make_choice(i, beam, () if params.ignore_eos and params.grammar is None else engine.eos_token_ids) for i, beam in enumerate(beams)
+        _make_choice(i, beam, decode_output(engine.tokenizer, given.prompt, beam.token_ids, stop_ids), stop_ids)
+        for i, beam in enumerate(beams)
     ]
     return Completion(given.prompt, choices, 0, engine.exactness, took, took, precision=engine.precision)
 
 
-def _make_choice(index: int, beam: Beam, stop_ids: Collection[int]) -> Choice:
-    ended = beam.token_ids[-1] in stop_ids
-    return Choice(index, beam.text, beam.token_ids, "stop" if ended else "length", draft_sources=[None] * len(beam.token_ids))
+def _make_choice(index: int, beam: Beam, texts: list[str], stop_ids: Collection[int]) -> Choice:
+    reason = "stop" if beam.token_ids[-1] in stop_ids else "length"
+    return Choice(index, beam.text, beam.token_ids, reason, texts=texts, draft_sources=[None] * len(texts))

@@ -34,6 +34,8 @@ from ngramspec.tokenizer.detokenizer import SpecialTokens
 
 KIND = "text_completion"
 MAX_TOKENS = 16  # OpenAI's default
+# A token's id, its log-probability, and what it added to the text.
+_Token = tuple[int, TokenLogprob | None, str]
 
 
 def make_router(state: ServerState) -> APIRouter:
@@ -207,15 +209,16 @@ class _TextHandler(CompletionHandler):
 
     def _make_choice(self, index: int, number: int, completion: Completion, choice: Choice) -> dict[str, Any]:
         before = self._get_prompt_text(number) if self.echo else ""
-        tokens: list[tuple[int, TokenLogprob | None, str]] = []
+        logprobs = None
         if self._n_logprobs is not None:
-            tokens = self._get_prompt_tokens(completion) if self.echo else []
+            logprobs = describe_logprobs(self._texts, self._get_prompt_tokens(number, completion) if self.echo else [], 0)
             if not self.silent:
-                tokens += zip(choice.token_ids, choice.logprobs or [], choice.texts, strict=True)
+                written = describe_logprobs(self._texts, _list_tokens(choice), len(before))
+                logprobs = {name: values + written[name] for name, values in logprobs.items()}
         told: dict[str, Any] = {
             "index": index,
             "text": before if self.silent else before + choice.text,
-            "logprobs": None if self._n_logprobs is None else describe_logprobs(self._texts, tokens, 0),
+            "logprobs": logprobs,
             "finish_reason": "length" if self.silent else choice.finish_reason,
         }
         told |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "token_ids"))  # null unless asked for, as in vLLM
@@ -253,7 +256,7 @@ class _TextHandler(CompletionHandler):
                 prompt_ids = {"prompt_token_ids": requests[number].completion.prompt_token_ids} if self.token_ids else {}
                 if self.echo:
                     text = self._get_prompt_text(number)
-                    tokens = self._get_prompt_tokens(completions[number]) if scored else []
+                    tokens = self._get_prompt_tokens(number, completions[number]) if scored else []
                     logprobs = describe_logprobs(self._texts, tokens, 0) if scored else None
                     yield head | {"choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]}
                     offsets[index] = len(text)
@@ -269,7 +272,7 @@ class _TextHandler(CompletionHandler):
             return {"index": index, "text": "", "logprobs": None, "finish_reason": "length"} if delta.finish_reason else None
         logprobs = None
         if self._n_logprobs is not None and delta.token_ids:
-            logprobs = describe_logprobs(self._texts, list(zip(delta.token_ids, delta.logprobs or [], delta.texts, strict=True)), offset)
+            logprobs = describe_logprobs(self._texts, _list_tokens(delta), offset)
         if not (delta.text or delta.finish_reason or logprobs or ((self.sources or self.token_ids) and delta.token_ids)):
             return None
         piece = {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
@@ -279,17 +282,24 @@ class _TextHandler(CompletionHandler):
         prompt = self.prompts[number]
         return prompt if isinstance(prompt, str) else "".join(self._texts.decode_each(prompt, self._special))
 
-    def _get_prompt_tokens(self, completion: Completion) -> list[tuple[int, TokenLogprob | None, str]]:
+    def _get_prompt_tokens(self, number: int, completion: Completion) -> list[_Token]:
         ids = completion.prompt_token_ids
-        return list(zip(ids, completion.prompt_logprobs or [], self._texts.decode_each(ids, self._special), strict=True))
+        n_begin, special = 0, self._special
+        if isinstance(self.prompts[number], str):  # which shows the control tokens in it, but not the one that the tokenizer puts before
+            n_begin, special = len(self._prompts.to_continue("", parse_special=False)), SpecialTokens.SHOWN
+        added = [""] * n_begin + self._texts.decode_each(ids[n_begin:], special)
+        return list(zip(ids, completion.prompt_logprobs or [], added, strict=True))
 
 
-def describe_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogprob | None, str]], offset: int) -> dict[str, Any]:
+def _list_tokens(part: Choice | Delta) -> list[_Token]:
+    return list(zip(part.token_ids, part.logprobs or [], part.texts, strict=True))
+
+
+def describe_logprobs(texts: TokenTexts, tokens: Sequence[_Token], offset: int) -> dict[str, Any]:
     """Return log-probabilities as /v1/completions has them.
 
-    tokens: (id, its log-probability, what it added to the text); `offset`: length of the text before.
-    A prompt's first token has no log-probability. `top_logprobs` has the one that was taken, which is first
-    as in vLLM, and the most likely ones.
+    `offset`: length of the text before. A prompt's first token has no log-probability. `top_logprobs` has the one that was taken, which is
+    first as in vLLM, and the most likely ones.
     """
     found: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, logprob, added in tokens:
