@@ -115,6 +115,10 @@ def test_a_middle_is_filled_in(fim_engine: Engine, monkeypatch: pytest.MonkeyPat
         asked = {"input_prefix": "def add(", "input_suffix": "return", "n_predict": 12, "temperature": 0, "prompt": ""}
         assert made["response"] == client.post("/infill", json=asked).json()["content"]
         assert cursors == [("def add(", "return")] * 2, "what is left of it is the next one's draft"
+        given = {"prompt": "def ad", "suffix": "return"}  # the output's first tokens spell `ad`, which are the prompt's
+        made = client.post("/api/generate", json=given | {"model": "", "options": GREEDY, "stream": False}).json()
+        usage = client.post("/v1/completions", json=given | {"max_tokens": 12, "temperature": 0}).json()["usage"]
+        assert (made["prompt_eval_count"], made["eval_count"]) == (usage["prompt_tokens"], usage["completion_tokens"])
         shown = client.post("/api/show", json={"model": ""}).json()
         assert "insert" in shown["capabilities"]
         assert ".Suffix" in shown["template"], "Continue sends a suffix if it sees that"

@@ -232,7 +232,7 @@ class _OllamaHandler(InputHandler):
             "done_reason": reason,
             "total_duration": round(completion.duration_s * 1e9),
             "load_duration": 0,
-            "prompt_eval_count": len(completion.prompt_token_ids),
+            "prompt_eval_count": len(completion.prompt_token_ids) + completion.choices[0].n_spelled,
             "prompt_eval_duration": round(timings["prompt_ms"] * 1e6),
             "eval_count": completion.choices[0].n_counted,
             "eval_duration": max(round(eval_ms * 1e6), 1),
