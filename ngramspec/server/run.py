@@ -56,6 +56,9 @@ ACCEPTED_AT_ONCE = 1
 ACCEPT_LOG_S = 10
 # Bytes that the kernel keeps for a client that does not read.
 SEND_BUFFER = 64 << 10
+# Bytes of a connection that are read in one turn of the loop. A body in chunks of one byte takes 2 µs for each byte that is sent, and
+# asyncio would read 256 KB before others have their turn.
+READ_AT_ONCE = 32 << 10
 # Longer heads are cut off by the parser; those above `Limits.header_bytes` by us, with an answer in our envelope.
 HEAD_BYTES = 256 << 10
 # The page at / until the playground is there; it comes back by itself.
@@ -96,6 +99,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
+        transport.max_size = READ_AT_ONCE  # type: ignore[attr-defined]  # what transports of asyncio's loops over selectors read
         number = 0
         if (peer := transport.get_extra_info("socket")) is not None:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
@@ -125,6 +129,10 @@ class Protocol(H11Protocol):
         with contextlib.suppress(OSError):  # what is unread at the close would reset the connection before the client reads the answer
             os.read(number, HEAD_BYTES)
         self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Take no other protocol, and log nothing about it: Java's clients ask for HTTP/2 with every first request."""
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

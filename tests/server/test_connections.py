@@ -14,6 +14,7 @@ from fair_time import count_seconds, wait_until
 from scripted import Gate, reciting_engine, tokenizer_with
 from tiny_server import Server
 
+from ngramspec.server.run import READ_AT_ONCE, Protocol
 from ngramspec.server.settings import ServerSettings
 
 TEXT = "one two three four five six"
@@ -183,6 +184,29 @@ def test_what_is_written_is_sent_at_once(client: httpx.Client, server: Server) -
     sockets = [each.transport.get_extra_info("socket") for each in list(server.uvicorn.server_state.connections)]
     assert sockets
     assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
+
+
+def test_one_turn_of_the_loop_reads_little_of_a_body(server: Server, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read at once is parsed at once, and of chunks of one byte that takes 2 µs for each byte that is sent."""
+    sizes, receive = list[int](), Protocol.data_received
+
+    def record(self: Protocol, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(Protocol, "data_received", record)
+    body = b'{"content": "%b"}' % (b"a" * (1 << 20))
+    client.post("/tokenize", content=body, headers={"content-type": "application/json"})
+    assert sum(sizes) > 1 << 20
+    assert max(sizes) <= READ_AT_ONCE
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_other_protocols_are_passed_over_in_silence(server: Server, protocol: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Java's clients ask for HTTP/2 with their first request: an operator need not hear of it, nor install what uvicorn would name."""
+    headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol, "HTTP2-Settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"}
+    assert httpx.get(f"{server.url}/health", headers=headers).status_code == 200
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
 
 
 def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(client: httpx.Client, server: Server) -> None:
