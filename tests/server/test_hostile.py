@@ -428,6 +428,7 @@ JSON = HOST + b"Content-Type: application/json\r\n"
         (b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n", {400, 404, 405}),
         (b"TRACE /health HTTP/1.1\r\n" + HOST + b"\r\n", {405}),
         (b"GARBAGE /health HTTP/1.1\r\n" + HOST + b"\r\n", {405}),
+CHUNKS = b'10\r\n{"content": "a"}\r\n0\r\n\r\n'
         (b"GET /nothing HTTP/1.1\r\n" + HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n", {404}),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 403, 505}),
         (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Content-Length: -1\r\n\r\n{}", {400}),
@@ -446,7 +447,8 @@ JSON = HOST + b"Content-Type: application/json\r\n"
         (b"GET /health HTTP/1.1\r\nHost: [::1]:80\r\n\r\n", {200}),
         (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n{}\r\n0\r\n\r\n", {400}),
         (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n{}", {400}),
-        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n2\r\n{}\r\n0\r\n\r\n", {400}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS, {200}),
+        (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Transfer-Encoding: chunked\r\nContent-Length: 26\r\n\r\n" + CHUNKS, {400}),
     ],
     ids=lambda value: repr(value)[:60],
 )
