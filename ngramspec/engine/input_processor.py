@@ -109,6 +109,16 @@ class InputProcessor:
         )
         block_hashes = BlockHashes(tenant or "", ids) if self.shares_prefix(hints) else None
         special_tokens = SpecialTokens.from_params(params.skip_special_tokens, params.spaces_between_special_tokens)
+        sampler = Sampler(
+            params,
+            index=0,
+            seed=completion.seed,
+            prompt=ids,
+            vocab_size=self._encoding.vocab_size,
+            stop_ids=options.stop_ids,
+            constraint=constraint,
+            bad_words=bad_words,
+        )
         seqs = []
         for index in range(params.n):
             text: TextStream | NoText = NoText()
@@ -116,18 +126,8 @@ class InputProcessor:
                 stops = params.stop, params.min_tokens, params.include_stop_str_in_output
                 hidden = len(params.healed)
                 text = TextStream(self._encoding.tokenizer, completion.prompt_token_ids, *stops, special_tokens, n_hidden=hidden)
-            sampler = Sampler(
-                params,
-                index=index,
-                seed=completion.seed,
-                prompt=ids,
-                vocab_size=self._encoding.vocab_size,
-                stop_ids=options.stop_ids,
-                constraint=constraint and constraint.fork(),
-                bad_words=bad_words,
-            )
             hashes = block_hashes and block_hashes.copy()
-            seqs.append(Sequence(ids, params, sampler, text, options, index=index, block_hashes=hashes))
+            seqs.append(Sequence(ids, params, sampler.fork(index), text, options, index=index, block_hashes=hashes))
             completion.choices.append(seqs[-1].choice)
         completion.prompt_logprobs = seqs[0].prompt_logprobs
         return seqs

@@ -329,9 +329,10 @@ class Sampler:
         self.scores_few = free and _keeps_logits(params) and params.logprobs is not None and 0 <= params.logprobs <= KEPT and not unusual
         """Whether logits are left as they are, and the top-k of the pass is enough for the log-probabilities wanted."""
 
-    def fork(self) -> Sampler:
-        """Return a copy in the same state, which may run ahead."""
+    def fork(self, index: int | None = None) -> Sampler:
+        """Return a copy in the same state, which may run ahead; `index`: of another sample."""
         other = copy.copy(self)
+        other.index = self.index if index is None else index
         other._entries = None
         if self.penalised:
             other.counts = self.counts.copy()

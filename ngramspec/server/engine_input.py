@@ -140,6 +140,7 @@ class RequestLimits:
         self._check_most("stop", max(map(len, params.stop), default=0), limits.stop_chars, "characters of a stop string")
         self._check_most("stop_token_ids", len(params.stop_token_ids), limits.bias, "stop_token_ids")
         self._check_most("logprob_token_ids", len(params.logprob_token_ids), limits.bias, "logprob_token_ids")
+        self._check_most("allowed_token_ids", len(params.allowed_token_ids or ()), self.vocab_size, "allowed_token_ids")
         self._check_most("logit_bias", len(params.logit_bias), limits.bias, "entries of logit_bias")
 
     def check_vocabulary(self, params: SamplingParams, n_prompt: int) -> None:

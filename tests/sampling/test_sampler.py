@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fair_time import assert_within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
@@ -238,10 +239,16 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("n", [1, 128], [0, 129, -1]),
     ("logprobs", [None, -1, 0, 100], [-2, 101]),
     ("stop", ["x", ["a", "b"], ("a",) * 64, ()], ["", ["a", ""], ["a"] * 65, [1], 5]),
-    ("stop_token_ids", [[0], (5, 2**31 - 1)], [[-1], [2**31], [1.5], 3]),
+    ("stop_token_ids", [[0], (5, 2**31 - 1), [np.int32(5)]], [[-1], [2**31], [1.5], [True], ["1"], [3, None], 3]),
     ("logit_bias", [{}, {0: -100, 5: 100}], [{0: 100.1}, {-1: 0}, {0: float("nan")}, {"0": 1}, [1]]),
     ("ignore_eos", [True, False], [1, None]),
 ]
+
+
+def test_a_million_token_ids_are_checked_at_once() -> None:
+    """A server checks them in the loop that serves everybody."""
+    ids = [7] * 1_000_000
+    assert_within(0.5, lambda: SamplingParams(allowed_token_ids=ids))
 
 
 @pytest.mark.parametrize(("name", "good", "bad"), BOUNDS, ids=[b[0] for b in BOUNDS])

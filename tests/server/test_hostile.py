@@ -231,6 +231,7 @@ def test_keys_of_logit_bias_that_are_neither_ids_nor_short_texts(client: httpx.C
         ("/completion", {"logit_bias": [[i, 1] for i in range(1025)]}, "logit_bias"),
         ("/v1/completions", {"stop_token_ids": list(range(1025))}, "stop_token_ids"),
         ("/v1/completions", {"logprobs": 21}, "logprobs"),
+        ("/v1/completions", {"allowed_token_ids": [97] * 500_000}, "allowed_token_ids"),
         ("/v1/completions", {"prompt": ["a"] * 10_000, "max_tokens": 1}, None),
         ("/v1/completions", {"prompt": ["a"] * 100, "max_tokens": 1}, None),
         ("/v1/completions", {"n": 9, "max_tokens": 60}, "max_tokens"),
