@@ -6,8 +6,7 @@ What names the prompts enters, blocks of keys and values are left in the pool. K
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -29,36 +28,39 @@ class PromptAhead:
     def __init__(self, runner: Runner, max_rows: int) -> None:
         """Compute in passes of up to `max_rows` rows."""
         self._runner, self._max_blocks = runner, max(max_rows // BLOCK, 1)
-        self._list_prompts: Callable[[], Iterable[Sequence[int]]] | None = None
+        self._prompts: Iterator[Sequence[int]] | None = None
         self._salt = ""
-        self._expected: deque[tuple[np.ndarray, list[bytes]]] = deque()
+        self._current: tuple[np.ndarray, list[bytes]] | None = None
         self.n_tokens = 0
         """Tokens whose keys and values were computed."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self._list_prompts or self._expected)
+        return self._prompts is not None
 
     def expect(self, list_prompts: Callable[[], Iterable[Sequence[int]]], tenant: str) -> None:
-        """Expect the prompts that `list_prompts` returns, the most urgent first, and no others; it is called once nothing else runs.
+        """Expect the prompts that `list_prompts` returns, the most urgent first, and no others; it is called once nothing else runs, and
+        asked for the next one when the one before is computed: to encode all of them may take longer than a request should wait.
 
         Layers that keep a state have it after few blocks only: there nothing is computed ahead.
         """
-        self._expected.clear()
-        self._list_prompts, self._salt = None if self._runner.is_recurrent else list_prompts, tenant
+        self._current = None
+        self._prompts, self._salt = None if self._runner.is_recurrent else _iterate(list_prompts), tenant
 
     def compute_some(self, slot: int, cost: CostModel) -> None:
-        """Compute blocks of the first expected prompt in one pass, or find out what the prompts are. `slot`: one that nobody holds."""
+        """Compute blocks of the first expected prompt in one pass, or find out which is the next. `slot`: one that nobody holds."""
+        assert self._prompts is not None
         try:
-            if self._list_prompts is not None:
-                self._expected.extend(self._hash(ids) for ids in self._list_prompts())
-                self._list_prompts = None  # after that: there is work meanwhile
-            elif not self._compute_blocks(slot, cost, *self._expected[0]):
-                self._expected.popleft()
+            if self._current is not None:
+                if not self._compute_blocks(slot, cost, *self._current):
+                    self._current = None
+            elif (ids := next(self._prompts, None)) is not None:
+                self._current = self._hash(ids)
+            else:
+                self._prompts = None
         except Exception as error:  # nobody has asked for it
             log.warning("a prompt is not computed ahead: %s", error)
-            self._expected.clear()
-            self._list_prompts = None
+            self._prompts = self._current = None
 
     def _hash(self, ids: Sequence[int]) -> tuple[np.ndarray, list[bytes]]:
         tokens = np.array(ids, np.int32)
@@ -83,3 +85,8 @@ class PromptAhead:
             pool.release(slot)
         self.n_tokens += len(rows)
         return True
+
+
+def _iterate(list_prompts: Callable[[], Iterable[Sequence[int]]]) -> Iterator[Sequence[int]]:
+    """Call the function when the first prompt is asked for."""
+    yield from list_prompts()

@@ -48,8 +48,8 @@ class Hints(TypedDict, total=False):
     """False: this request neither uses the prefix cache nor leaves anything in it."""
     next_prompts: Callable[[str], Iterable[Several[int]]]
     """Called with what was written, once the request has ended and nothing else runs, in the engine's thread: returns token ids with which
-    the tenant's next prompts probably begin, in order of urgency. They are computed into the prefix cache until a request comes. What
-    a cancelled request has written is "": nobody has seen it."""
+    the tenant's next prompts probably begin, in order of urgency. They are computed into the prefix cache until a request comes, which
+    waits for one step of an iterator at most. What a cancelled request has written is "": nobody has seen it."""
 
 
 class PromptOptions(SamplingOptions, Hints, total=False):

@@ -18,6 +18,9 @@ from ngramspec.server.repositories import Repositories
 from ngramspec.server.settings import ServerSettings
 from ngramspec.server.token_strings import TokenTexts
 
+# Characters that are encoded for a prompt which is computed ahead, in about 0.1 s of the engine's thread: more than editors send.
+AHEAD_CHARS = 1 << 18
+
 
 @dataclass(slots=True)
 class ServerState:
@@ -44,8 +47,8 @@ class ServerState:
 
     def expect_prompts(self, hints: Hints, prefix: str, suffix: str, *extra: Sequence[tuple[str, str]], limit: int | None = None) -> None:
         """Name the prompts that will probably follow a request to fill in the middle, of these texts, for the engine to compute ahead."""
-        fim = self.fim
-        if fim is not None and self.settings.fim_ahead:
+        fim, n_chars = self.fim, len(prefix) + len(suffix) + sum(len(text) for files in extra for _, text in files)
+        if fim is not None and self.settings.fim_ahead and n_chars <= AHEAD_CHARS:
             hints["next_prompts"] = lambda written: fim.list_next_prompts(prefix, suffix, written, *extra, limit=limit)
 
 

@@ -64,6 +64,21 @@ def test_later_prompts_find_what_was_computed(engine: Engine) -> None:
     assert wait_for_tokens(engine, before, 240 // BLOCK * BLOCK + 150 // BLOCK * BLOCK), "nothing twice"
 
 
+def test_one_prompt_is_listed_when_the_one_before_is_computed(engine: Engine) -> None:
+    """To encode all of them takes time, in which a request would wait."""
+    prompts, before = [make_text(240), make_text(150)], engine.status().tokens_ahead
+    listed: list[int] = []
+
+    def list_prompts(written: str) -> Iterator[list[int]]:
+        for prompt in prompts:
+            listed.append(engine.status().tokens_ahead - before)
+            yield prompt
+
+    engine.complete(make_text(20), max_tokens=1, next_prompts=list_prompts)
+    assert wait_for_tokens(engine, before, 240 // BLOCK * BLOCK + 150 // BLOCK * BLOCK)
+    assert listed == [0, 240 // BLOCK * BLOCK]
+
+
 def test_whose_prompts_they_are(engine: Engine) -> None:
     expected, before = make_text(100), engine.status().tokens_ahead
     engine.complete(make_text(20), max_tokens=1, tenant="a", next_prompts=lambda _: [expected])

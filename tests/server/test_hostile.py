@@ -22,7 +22,7 @@ from fair_time import FairClock, assert_within, count_seconds
 from pydantic import BaseModel
 from tiny_server import Server, fim_tokenizer, routes_of, tiny_engine
 
-from ngramspec.engine.llm_engine import Engine
+from ngramspec.engine.llm_engine import Engine, Hints
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.server.admin import Folder
 from ngramspec.server.anthropic.schemas import CountTokensRequest, MessagesRequest
@@ -31,6 +31,7 @@ from ngramspec.server.ollama.schemas import GenerateRequest, OllamaChatRequest, 
 from ngramspec.server.openai.responses_schemas import ResponsesRequest
 from ngramspec.server.openai.schemas import ApplyTemplateRequest, ChatRequest, CompletionRequest
 from ngramspec.server.settings import Limits, ServerSettings
+from ngramspec.server.state import AHEAD_CHARS
 from ngramspec.server.tokenization import DetokenizeBody, TokenizeBody
 
 MAX_LEN = 64  # tokens of a text of `fim_engine`
@@ -230,8 +231,8 @@ def test_keys_of_logit_bias_that_are_neither_ids_nor_short_texts(client: httpx.C
         ("/v1/completions", {"logit_bias": {str(i): 1 for i in range(100_000)}}, "logit_bias"),
         ("/completion", {"logit_bias": [[i, 1] for i in range(1025)]}, "logit_bias"),
         ("/v1/completions", {"stop_token_ids": list(range(1025))}, "stop_token_ids"),
-        ("/v1/completions", {"logprobs": 21}, "logprobs"),
         ("/v1/completions", {"allowed_token_ids": [97] * 500_000}, "allowed_token_ids"),
+        ("/v1/completions", {"logprobs": 21}, "logprobs"),
         ("/v1/completions", {"prompt": ["a"] * 10_000, "max_tokens": 1}, None),
         ("/v1/completions", {"prompt": ["a"] * 100, "max_tokens": 1}, None),
         ("/v1/completions", {"n": 9, "max_tokens": 60}, "max_tokens"),
@@ -311,6 +312,24 @@ def test_too_many_prompts_are_refused_before_the_suffix_is_put_behind_each() -> 
         response = client.post("/v1/completions", json=body)
         assert (response.status_code, envelope(response)["param"]) == (400, "n")
         assert seconds() < 5
+
+
+def test_samples_of_a_request_share_what_was_prepared_once(server: Server) -> None:
+    """128 copies of a list as long as the vocabulary would take a second of the loop that serves everybody."""
+    request = server.engine.submit([97], SamplingParams(n=3, max_tokens=1, allowed_token_ids=[97], temperature=1.0))
+    assert len({id(seq.sampler.allowed) for seq in request.seqs}) == 1
+    assert [seq.sampler.index for seq in request.seqs] == [0, 1, 2]
+    request.result(60)
+
+
+def test_long_texts_are_not_encoded_in_the_engines_thread(server: Server) -> None:
+    """For prompts that may be asked for next; a request that comes meanwhile would wait."""
+    state, hints, long = server.app.state.server, Hints(), Hints()
+    state.expect_prompts(hints, "a" * AHEAD_CHARS, "")
+    assert "next_prompts" in hints
+    for texts in (("a" * AHEAD_CHARS, "b"), ("a", "b" * AHEAD_CHARS), ("a", "b", [("c", "d" * AHEAD_CHARS)])):
+        state.expect_prompts(long, *texts)
+        assert "next_prompts" not in long
 
 
 @pytest.mark.parametrize("place", ['"metadata": {"a": [@]}', '"tools": [{"type": "function", "name": "a", "parameters": {"maximum": @}}]'])
@@ -409,6 +428,7 @@ def test_a_refused_method_is_told_which_there_are(client: httpx.Client) -> None:
 
 HOST = b"Host: localhost\r\n"
 JSON = HOST + b"Content-Type: application/json\r\n"
+CHUNKS = b'10\r\n{"content": "a"}\r\n0\r\n\r\n'
 
 
 @pytest.mark.parametrize(
@@ -429,7 +449,6 @@ JSON = HOST + b"Content-Type: application/json\r\n"
         (b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n", {400, 404, 405}),
         (b"TRACE /health HTTP/1.1\r\n" + HOST + b"\r\n", {405}),
         (b"GARBAGE /health HTTP/1.1\r\n" + HOST + b"\r\n", {405}),
-CHUNKS = b'10\r\n{"content": "a"}\r\n0\r\n\r\n'
         (b"GET /nothing HTTP/1.1\r\n" + HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n", {404}),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 403, 505}),
         (b"POST /tokenize HTTP/1.1\r\n" + JSON + b"Content-Length: -1\r\n\r\n{}", {400}),
