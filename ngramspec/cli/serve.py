@@ -77,7 +77,8 @@ def serve(
         bool,
         option(
             SPECULATION,
-            "With several keys: keep drafting next-best tokens of earlier passes, which reveal a little of what other keys wrote.",
+            "With several keys, or a file of keys: keep drafting next-best tokens of earlier passes, which reveal a little of what other "
+            "keys wrote.",
             "--share-candidates",
         ),
     ] = False,
@@ -101,8 +102,8 @@ def serve(
     """
     add_environment(engine_settings, "serve")
     settings = _make_settings(server_settings)
-    tenants = {key.name for key in settings.api_keys}
-    if len(tenants) > 1 and not share_candidates:
+    may_be_several = len(settings.api_keys) > 1 or settings.api_key_file is not None  # to which keys may be added while the server runs
+    if may_be_several and not share_candidates:
         engine_settings["recycle"] = False
     engine = engine_settings | drafts.draft_settings(**drafters)
     engine["datastore"] = parse_stores(datastore or ())

@@ -149,10 +149,14 @@ def test_options_reach_the_server_and_the_engine(ran: list[Any], monkeypatch: py
         (["--api-key", "a:the-key-of-a", "--admin-key", "b:the-key-of-b"], False),
         (["--api-key", "a:the-key-of-a", "--api-key", "b:the-key-of-b", "--share-candidates"], True),
         (["--share-candidates", "--no-recycle"], False),
+        (["--api-key-file", "FILE"], False),
+        (["--api-key-file", "FILE", "--share-candidates"], True),
     ],
 )
-def test_candidates_are_shared_among_one(ran: list[Any], options: list[str], recycle: bool) -> None:
-    assert serve(*options).exit_code == 0
+def test_candidates_are_shared_among_one(ran: list[Any], options: list[str], recycle: bool, tmp_path: Path) -> None:
+    """A file has one key now, and may have more later."""
+    (tmp_path / "keys").write_text("a:one-key-only", "utf-8")
+    assert serve(*(option.replace("FILE", str(tmp_path / "keys")) for option in options)).exit_code == 0
     assert ran[0][1].get("recycle", True) is recycle
 
 
