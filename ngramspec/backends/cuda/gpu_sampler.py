@@ -61,7 +61,7 @@ class SamplingArrays:
 
 
 class SamplerWorkspace:
-    """Memory that `sample` and `write_topk` use between their launches, for up to `n_rows` rows at a time."""
+    """Memory that `sample` uses between its launches, for up to `n_rows` rows at a time."""
 
     def __init__(
         self,
@@ -182,11 +182,6 @@ def _finish(
             tl.store(chosen + row, tl.load(logits + row.to(tl.int64) * stride + tl.maximum(token, 0)))
 
 
-@_jit
-def _merge_best(best, n_chunks, ids, values, WIDE: tl.constexpr, K: tl.constexpr):
-    _first_of(best, tl.program_id(0), n_chunks, ids, values, WIDE, K)
-
-
 @triton.jit
 def _walk(sampled, ids, parents, roots, ends, counts, paths, depth, stride, BLOCK: tl.constexpr):
     b = tl.program_id(0)
@@ -224,9 +219,10 @@ def sample(
 ) -> torch.Tensor:
     """Write the token after each row of logits [R, V] float32 to out [R] int32; -1 if the greatest logit is infinite or a logit is NaN.
 
-    `likeliest` (out, values): also do what `write_topk` does; the workspace's k is then theirs. `scores` (chosen, norms): for rows that are
-    `scored`, also write the token's logit [R] float32 and the logarithm of the sum of all logits' exponentials [R] float64, whose
-    difference is its log-probability. Without a workspace one is allocated.
+    `likeliest` (ids [R, k] int32, values [R, k] float32): also write the k most likely tokens and their logits, in the order of
+    `sampling.topk`: the lower id first if logits are equal; -1 and -inf if V < k. The workspace's k is then theirs. `scores` (chosen,
+    norms): for rows that are `scored`, also write the token's logit [R] float32 and the logarithm of the sum of all logits' exponentials
+    [R] float64, whose difference is its log-probability. Without a workspace one is allocated.
     """
     R, V = logits.shape
     k = 1 if likeliest is None else likeliest[0].shape[1]
@@ -250,23 +246,6 @@ def sample(
         CHUNK=w.chunk, CHUNKS=chunks, TILE=w.tile, LISTED=w.listed_size, K=w.k, WIDE=triton.next_power_of_2(w.n_chunks * w.k),
         CANDIDATES=likeliest is not None, SCORES=scores is not None, num_warps=16, **off,
     )  # fmt: skip
-    return out
-
-
-def write_topk(
-    logits: torch.Tensor, k: int, out: torch.Tensor, values: torch.Tensor | None = None, workspace: SamplerWorkspace | None = None
-) -> torch.Tensor:
-    """Write the k most likely tokens after each row of logits [R, V] float32 to out [R, k] int32, their logits to values [R, k] float32.
-
-    The order is that of `sampling.topk`: the lower id first if logits are equal; -1 and -inf if V < k.
-    """
-    R, V = logits.shape
-    w = _check_workspace(logits, workspace, k)
-    if values is None:
-        values = torch.empty(R, k, dtype=torch.float32, device=logits.device)
-    if R:
-        _find_best[w.n_chunks, R](logits, logits.stride(0), V, w.n_chunks, w.best, CHUNK=w.chunk, K=k, num_warps=4, enable_fp_fusion=False)
-        _merge_best[R,](w.best, w.n_chunks, out, values, WIDE=triton.next_power_of_2(w.n_chunks * k), K=k, num_warps=4)
     return out
 
 

@@ -153,25 +153,21 @@ def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def compute_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute out [R, N] = x / sqrt(mean(x²) + eps), rounded, · weight [N].
+def compute_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute [R, N] = x / sqrt(mean(x²) + eps), rounded, · weight [N].
 
     A float32 weight with 16-bit rows is multiplied in float32 before the only rounding, as Gemma does (its weight: 1 + w).
     """
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, width = _check_rows(x, out)
     if rows:
         _compute_norm[(rows,)](x, weight, out, width, x.stride(0), out.stride(0), eps, **_whole_row(width, out.device))
     return out
 
 
-def add_norm(
-    x: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Add the product of partials [P, R, N] and bias [N] to x [R, N] in place; out [R, N] is the `compute_norm` of the sum."""
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def add_norm(x: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add the product of partials [P, R, N] and bias [N] to x [R, N] in place; return the `compute_norm` of the sum [R, N]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, width = _check_rows(x, out)
     n_partials = _check_partials(partials, bias, rows, width)
     assert partials.dtype == torch.float32, "other sums would be added by other code than those of few rows"

@@ -147,21 +147,13 @@ def test_a_large_vocabulary(device: str) -> None:
     check(np.random.default_rng(3), 2, 9001, {}, device, [SamplingParams(temperature=1.3, top_p=0.95), SamplingParams(temperature=0.9)])
 
 
-def test_candidates_alone(device: str) -> None:
-    rows = np.round(np.random.default_rng(0).standard_normal((3, 700)) * 3).astype(np.float32)
-    out, values = torch.empty(3, K, dtype=torch.int32, device=device), torch.empty(3, K, device=device)
-    gpu_sampler.write_topk(torch.from_numpy(rows).to(device), K, out, values)
-    tokens, logits = likeliest_of(rows)
-    assert (out.cpu().numpy() == tokens).all()
-    assert (values.cpu().numpy() == logits).all()
-    assert tokens.tolist() == [np.lexsort((np.arange(700), -row))[:K].tolist() for row in rows]
-
-
 def test_a_workspace_must_fit(device: str) -> None:
-    logits, out = torch.zeros(3, 100, device=device), torch.empty(3, 2, dtype=torch.int32, device=device)
+    logits, out = torch.zeros(3, 100, device=device), torch.empty(3, dtype=torch.int32, device=device)
+    sampling = arrays([], np.zeros(0), device)
+    likeliest = torch.empty(3, 2, dtype=torch.int32, device=device), torch.empty(3, 2, device=device)
     for workspace in (SamplerWorkspace(2, 100, device, k=2), SamplerWorkspace(3, 99, device, k=2), SamplerWorkspace(3, 100, device, k=1)):
         with pytest.raises(ValueError, match="a workspace for"):
-            gpu_sampler.write_topk(logits, 2, out, None, workspace)
+            gpu_sampler.sample(logits, sampling, out, workspace, likeliest)
 
 
 def test_walks_are_those_of_the_cpu(device: str) -> None:
@@ -211,12 +203,7 @@ def compiled() -> None:
     sizes = {"CHUNK": gpu_sampler.CHUNK, "TILE": gpu_sampler.TILE, "LISTED": gpu_sampler.LISTED, "CHUNKS": 64, "WIDE": 512, "K": K}
     walk = {name: TYPES[name if name != "stride" else "stride_"] for name in gpu_sampler._walk.arg_names if name != "BLOCK"}
     for capability in (90, 80):
-        for kernel, num_warps in (
-            (gpu_sampler._find_best, 4),
-            (gpu_sampler._sum_chunk, 4),
-            (gpu_sampler._finish, 16),
-            (gpu_sampler._merge_best, 4),
-        ):
+        for kernel, num_warps in ((gpu_sampler._find_best, 4), (gpu_sampler._sum_chunk, 4), (gpu_sampler._finish, 16)):
             constants = {name: size for name, size in (sizes | {"CANDIDATES": True, "SCORES": True}).items() if name in kernel.arg_names}
             types = {name: TYPES[name] for name in kernel.arg_names if name not in constants}
             made = compile_kernel(kernel, types, constants, capability=capability, num_warps=num_warps)
