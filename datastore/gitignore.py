@@ -132,7 +132,7 @@ class IgnoreRules:
         if not glob or len(glob) > MAX_PATTERN or (tokens := _split_tokens(glob)) is None:
             return
         groups = _compile_path(tokens[1:] if glob.startswith(b"/") else tokens) if b"/" in glob else ()
-        last = _split_components(tokens)[-1]
+        last = _split_at(_SLASH, tokens)[-1]
         match: Match
         if all(token not in (_STAR, _ANY_BYTE) and token[:1] not in (b"[", b"(") for token in last):
             plain = b"".join(token[-1:] for token in last)
@@ -232,13 +232,7 @@ def _compile_component(tokens: Sequence[bytes]) -> Match:
 
 def _to_expression(tokens: Sequence[bytes]) -> bytes:
     """Return what matches one name, as a whole; a `**` by itself, which is about any number of components, matches every name."""
-    parts: list[list[bytes]] = [[]]
-    for token in tokens:
-        if token == _STAR:
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    first, *more = [b"".join(part) for part in parts]
+    first, *more = [b"".join(part) for part in _split_at(_STAR, tokens)]
     if not more:
         return first
     leftmost = b"".join(b"(?>.*?%b)" % part for part in more[:-1] if part)
@@ -248,7 +242,7 @@ def _to_expression(tokens: Sequence[bytes]) -> bytes:
 def _compile_path(tokens: Sequence[bytes]) -> tuple[Group, ...]:
     """Return matchers of components, grouped by the `**` between them."""
     groups: list[list[Match]] = [[]]
-    for component in _split_components(tokens):
+    for component in _split_at(_SLASH, tokens):
         if len(component) > 1 and set(component) == {_STAR}:
             groups.append([])
         else:
@@ -256,14 +250,14 @@ def _compile_path(tokens: Sequence[bytes]) -> tuple[Group, ...]:
     return tuple(map(tuple, groups))
 
 
-def _split_components(tokens: Sequence[bytes]) -> list[list[bytes]]:
-    components: list[list[bytes]] = [[]]
+def _split_at(separator: bytes, tokens: Sequence[bytes]) -> list[list[bytes]]:
+    parts: list[list[bytes]] = [[]]
     for token in tokens:
-        if token == _SLASH:
-            components.append([])
+        if token == separator:
+            parts.append([])
         else:
-            components[-1].append(token)
-    return components
+            parts[-1].append(token)
+    return parts
 
 
 def _match_components(groups: Sequence[Group], names: Sequence[bytes]) -> bool:
