@@ -17,7 +17,7 @@ names each file with its size and checksum. A segment, little-endian:
 
     header    [320] bytes, see `_HEADER`: sizes, widths, the table of sections, a checksum of all that
     tokens    u16 or u32 [n_tokens]: a separator, then every document followed by one; the separator is all ones
-    suffixes  u8 [n_suffixes, width]: little-endian positions p in the order of the text before p read backwards (suffixes.py)
+    suffixes  u8 [n_suffixes, width]: little-endian positions p in the order of the text before p read backwards (suffix_array.py)
     docs      DOC_DTYPE [n_docs]
     paths     utf-8, one after the other
     vectors   vector_dtype(dim) [n_vectors], for similar files; may be empty

@@ -60,7 +60,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
         while not server.started and time.monotonic() < deadline:
             thread.join(0.01)
         assert server.started
-        listener.listen(BACKLOG)  # as `serve.Server` does
+        listener.listen(BACKLOG)  # as `run.Server` does
         started.append((server, thread))
         return Server(f"http://127.0.0.1:{listener.getsockname()[1]}", app, engine, server)
 
