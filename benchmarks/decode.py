@@ -40,7 +40,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import Prompt, print_progress
-from benchmarks.our_engine import FixedCost, FixedLength, OurEngine, add_stats, describe_engine, find_gguf_files
+from benchmarks.our_engine import FixedCost, FixedLength, OurEngine, describe_engine, find_gguf_files
 from benchmarks.peers import (
     LLAMA_LOOKUP,
     LOCAL_VLLM,
@@ -54,7 +54,7 @@ from benchmarks.peers import (
     open_peer,
 )
 from benchmarks.recordings import Recital, read_recorded_prompts
-from ngramspec import Engine, SamplingParams
+from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.datastore.format import MANIFEST
 from ngramspec.models.loader import load_model, load_tokenizer
 
@@ -391,7 +391,7 @@ def complete_or_drop(name: str, contenders: dict[str, Contender], absent: dict[s
 
 def make_figures(runs: Mapping[str, list[TimedRun]], absent: Mapping[str, str], *, sampled: bool) -> dict[str, Any]:
     """Return the figures of the JSON document."""
-    off, on, stats = runs["off"], runs["on"], add_stats(runs["on"])
+    off, on, stats = runs["off"], runs["on"], Stats.sum(run.stats for run in runs["on"])
     peers, fixed = dict[str, Any](), dict[str, Any]()
     for name, theirs in runs.items():
         if name in ("off", "on"):
@@ -409,7 +409,7 @@ def make_figures(runs: Mapping[str, list[TimedRun]], absent: Mapping[str, str], 
         if length == name:
             peers[name] = row
         else:
-            drafts = add_stats(theirs)
+            drafts = Stats.sum(run.stats for run in theirs)
             fixed[length] = row | {"tokens_per_pass": round(drafts.tokens_per_pass, 3), "rows_per_pass": round(drafts.rows_per_pass, 3)}
     return {
         "tokens": sum(run.n_tokens for run in off),

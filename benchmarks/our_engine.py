@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from numba import njit
 
 from benchmarks.peers import PeerAbsentError, TimedRun
-from ngramspec import Engine, SamplingParams, Stats
+from ngramspec import Engine, SamplingParams
 from ngramspec.backends.base import Runner
 from ngramspec.models.smollm2 import smollm2_gguf
 from ngramspec.outputs import DraftTree
@@ -169,14 +169,6 @@ class FixedLength(TreeProposer):
         super().observe(slots, accepted, paths, seen)
         for slot, tokens in zip(slots.tolist(), accepted, strict=True):
             self.texts[slot] = np.concatenate([self.texts[slot], tokens])
-
-
-def add_stats(runs: Sequence[TimedRun]) -> Stats:
-    """Return what speculation did in all of them."""
-    stats = Stats()
-    for run in runs:
-        stats.add(run.stats)
-    return stats
 
 
 def run_text(runner: Runner, ids: list[int], first: int, piece: int | None = None) -> Iterator[torch.Tensor]:

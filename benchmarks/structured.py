@@ -32,9 +32,9 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import common
 from benchmarks.common import print_progress
 from benchmarks.decode import find_median_ratio, find_rate
-from benchmarks.our_engine import OurEngine, add_stats, describe_engine, make_fresh_drafts
+from benchmarks.our_engine import OurEngine, describe_engine, make_fresh_drafts
 from benchmarks.peers import TimedRun
-from ngramspec import Engine, Grammar, SamplingParams
+from ngramspec import Engine, Grammar, SamplingParams, Stats
 from ngramspec.grammar.llguidance import Grammars
 from ngramspec.sampling.sampler import apply_mask
 from ngramspec.tokenizer.encode import Encoding
@@ -148,7 +148,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
             runs[name].append(contenders[name].complete([ids[i]]))
         print_progress(f"{i + 1}/{len(ids)}: " + ", ".join(f"{name} {runs[name][-1].seconds:.2f} s" for name in contenders))
     outputs = [run.outputs[0] for run in runs["on"]]
-    stats = add_stats(runs["on"])
+    stats = Stats.sum(run.stats for run in runs["on"])
     rates = {name: find_rate(made) for name, made in runs.items()}
     return {
         "model": args.model,

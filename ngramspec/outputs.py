@@ -6,6 +6,7 @@ numpy, with their shape in the comment.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,6 +99,14 @@ class Stats:
             mine.extend([0] * (len(theirs) - len(mine)))
             for i, count in enumerate(theirs):
                 mine[i] += count
+
+    @staticmethod
+    def sum(parts: Iterable[Stats]) -> Stats:
+        """Return the statistics of all of them together, in an object of its own."""
+        total = Stats()
+        for each in parts:
+            total.add(each)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +213,7 @@ class Completion:
 
     @property
     def stats(self) -> Stats:
-        total = Stats()
-        for choice in self.choices:
-            total.add(choice.stats)
-        return total
+        return Stats.sum(choice.stats for choice in self.choices)
 
     def __repr__(self) -> str:
         others = f", {len(self.choices)} choices" if len(self.choices) != 1 else ""

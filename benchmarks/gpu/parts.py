@@ -25,10 +25,10 @@ import torch
 from benchmarks import common, decode, step
 from benchmarks.common import Prompt, print_progress
 from benchmarks.gpu.profile import busy_us, kernel_table, measure_bandwidth, profile_work
-from benchmarks.our_engine import OurEngine, add_stats
+from benchmarks.our_engine import OurEngine
 from benchmarks.peers import Contender, PeerAbsentError, TimedRun
 from benchmarks.recordings import make_library_edits
-from ngramspec import Engine, SamplingParams
+from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.models.loader import load_model, load_tokenizer
 from ngramspec.models.random_weights import empty_model
 from ngramspec.models.shapes import PREFIX, read_shape
@@ -340,7 +340,7 @@ def compare_texts(
         """Return the texts, `batch` prompts at a time, and tokens per pass."""
         ours = OurEngine(engine, lambda ids: params[tuple(ids)], **way)
         runs = [ours.complete(group) for group in decode.cut_groups(prompts, batch)]
-        return [text for run in runs for text in run.outputs], add_stats(runs).tokens_per_pass
+        return [text for run in runs for text in run.outputs], Stats.sum(run.stats for run in runs).tokens_per_pass
 
     reference, _ = write(1, speculation=False)
     known = {tuple(ids): text for ids, text in zip(prompts, reference, strict=True)}

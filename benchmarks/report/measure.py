@@ -21,12 +21,12 @@ import numpy as np
 import ngramspec
 from benchmarks import common, decode, replayed
 from benchmarks.common import ResultLog, print_progress
-from benchmarks.our_engine import CountedCost, FixedCost, FixedLength, OurEngine, add_stats
+from benchmarks.our_engine import CountedCost, FixedCost, FixedLength, OurEngine
 from benchmarks.peers import NAMES, Contender, Peer, PeerAbsentError, TimedRun
 from benchmarks.recordings import RecordedText
 from benchmarks.replay import make_peers
 from benchmarks.report.categories import Category
-from ngramspec import Engine, SamplingParams
+from ngramspec import Engine, SamplingParams, Stats
 from ngramspec.defaults import SPEC_LENGTH, SPEC_ROWS
 from ngramspec.engine.acceptance import make_acceptance
 from ngramspec.outputs import KEPT
@@ -205,7 +205,7 @@ def measure_block(
 def cell_of(name: str, runs: list[TimedRun], off: list[TimedRun]) -> Cell:
     """Return by prompt: tokens, seconds, passes and their cost, drafted nodes, and seconds and tokens of speculation off; by depth over
     all."""
-    off, stats = off[: len(runs)], add_stats(runs)
+    off, stats = off[: len(runs)], Stats.sum(run.stats for run in runs)
     return {
         "contender": name,
         "tokens": [run.n_tokens for run in runs],

@@ -111,10 +111,7 @@ class Guest:
     @property
     def stats(self) -> Stats:
         """Return the statistics of all texts of this session."""
-        total = Stats()
-        for stats in (self._ended_stats, *(self._counted.read(key) for key in self._texts)):
-            total.add(stats)
-        return total
+        return Stats.sum((self._ended_stats, *(self._counted.read(key) for key in self._texts)))
 
     @property
     def recycles(self) -> bool:

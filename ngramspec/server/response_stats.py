@@ -14,21 +14,13 @@ from ngramspec.outputs import Completion, Stats
 PREDICTION = "prediction"
 
 
-def sum_stats(completions: Completion | Sequence[Completion]) -> Stats:
-    """Return the statistics of all their choices together."""
-    stats = Stats()
-    for completion in [completions] if isinstance(completions, Completion) else completions:
-        stats.add(completion.stats)
-    return stats
-
-
-def describe_speculation(completions: Completion | Sequence[Completion], level: Literal["summary", "detailed"]) -> dict[str, Any]:
+def describe_speculation(completions: Sequence[Completion], level: Literal["summary", "detailed"]) -> dict[str, Any]:
     """Return `metrics.speculative_decoding` as vLLM has it, over all choices.
 
     `acceptance_histogram[k]`: passes with a draft that accepted k tokens of it, up to `num_spec_tokens`, the deepest draft. Drafts are
     trees, so a pass may verify more tokens than it can accept. `detailed` adds counts by source and by position in the draft.
     """
-    stats = sum_stats(completions)
+    stats = Stats.sum(each.stats for each in completions)
     deepest = max(len(stats.drafted_by_depth), len(stats.accepted_lengths) - 1, 0)
     metrics: dict[str, Any] = {
         "mean_acceptance_length": 1.0 + stats.accepted / stats.drafts if stats.drafts else 1.0,
@@ -57,7 +49,8 @@ def _describe_counts(drafted: int, accepted: int) -> dict[str, int]:
 def count_predicted(completions: Sequence[Completion]) -> tuple[int, int]:
     """Return how many draft tokens of the request's prediction the text took, and how many it did not."""
     accepted = sum(choice.draft_sources.count(PREDICTION) for completion in completions for choice in completion.choices)
-    return accepted, max(sum_stats(completions).drafted_by_source.get(PREDICTION, 0) - accepted, 0)
+    drafted = sum(each.stats.drafted_by_source.get(PREDICTION, 0) for each in completions)
+    return accepted, max(drafted - accepted, 0)
 
 
 def list_token_sources(texts: Iterable[str], sources: Iterable[str | None]) -> list[dict[str, str | None]]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ngramspec.outputs import Choice, Completion, Stats
-from ngramspec.server.response_stats import count_predicted, describe_speculation, describe_timings, sum_stats
+from ngramspec.server.response_stats import count_predicted, describe_speculation, describe_timings
 
 
 def completion(*choices: Stats, sources: list[str | None] | None = None, **facts: Any) -> Completion:
@@ -38,7 +38,7 @@ def measured(draw: st.DrawFn) -> Stats:
 
 @given(each=st.lists(measured(), min_size=1, max_size=4))
 def test_the_histogram_agrees_with_the_sums(each: list[Stats]) -> None:
-    found = describe_speculation(completion(*each), "detailed")
+    found = describe_speculation([completion(*each)], "detailed")
     histogram = found["acceptance_histogram"]
     assert sum(histogram) == found["num_spec_steps"]
     assert sum(k * n for k, n in enumerate(histogram)) == found["num_accepted_draft_tokens"]
@@ -51,13 +51,13 @@ def test_the_histogram_agrees_with_the_sums(each: list[Stats]) -> None:
         assert sum(each["num_accepted_draft_tokens"] for each in counts) == found["num_accepted_draft_tokens"]
     assert all(row["num_expected_draft_tokens"] == row["num_draft_tokens"] / 4 for row in found["by_source"].values())
     assert describe_speculation([completion(stats) for stats in each], "detailed") == found
-    summary = describe_speculation(completion(*each), "summary")
+    summary = describe_speculation([completion(*each)], "summary")
     assert summary == {name: value for name, value in found.items() if not name.startswith("by_")}
 
 
 def test_adding_up_changes_nothing_of_what_is_added() -> None:
     one = Stats(drafts=1, accepted_lengths=[0, 1], accepted=1, drafted=2)
-    both = sum_stats([completion(one), completion(one)])
+    both = Stats.sum([one, one])
     assert (both.drafts, both.accepted_lengths) == (2, [0, 2])
     assert (one.drafts, one.accepted_lengths) == (1, [0, 1])
 

@@ -21,7 +21,7 @@ from ngramspec.backends.base import Output
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError, UnsupportedModelError
 from ngramspec.grammar.constraint import Grammar
-from ngramspec.outputs import Completion, Stats
+from ngramspec.outputs import Stats
 from ngramspec.papers.registry import make_drafter
 from ngramspec.sampling.batch import Batch
 from ngramspec.sampling_params import SamplingParams
@@ -51,13 +51,6 @@ def build(**options: Any) -> Engine:
     return engine
 
 
-def total(completions: list[Completion]) -> Stats:
-    stats = Stats()
-    for completion in completions:
-        stats.add(completion.stats)
-    return stats
-
-
 def check_empty(engine: Engine, *drafters: StepwiseDrafter) -> None:
     """All is given back, and no drafter was switched off."""
     for pool in [engine.runner.pool, *(d.runner.pool for d in drafters if isinstance(d, DraftModel) and d.runner)]:
@@ -84,7 +77,7 @@ def test_what_knows_the_truth_is_always_right(
     with build(alone=drafter, acceptance=acceptance) as engine:
         for params in PARAMS:
             done = engine.complete(PROMPTS, params)
-            stats = total(done)
+            stats = Stats.sum(each.stats for each in done)
             assert stats.accepted == stats.drafted == stats.accepted_by_source[kind] > 100
             assert stats.passes == len(PROMPTS) * 8, "one token, six times six, and the rest"
             by_chance = acceptance == "rejection" and params.temperature > 0
@@ -131,7 +124,7 @@ def test_no_token_changes(monkeypatch: pytest.MonkeyPatch, drafters: Any, alone:
         for params in PARAMS:
             done = engine.complete(PROMPTS, params)
             assert [d.token_ids for d in done] == truth[id(params)]
-            stats = total(done)
+            stats = Stats.sum(each.stats for each in done)
             assert 0 < stats.accepted < stats.drafted
             assert {drafter.name for drafter in made} <= stats.accepted_by_source.keys()
         assert engine.status().preemptions > 0
@@ -146,7 +139,8 @@ def test_drafts_by_rejection_end_and_are_taken(branches: int) -> None:
             done = engine.complete(PROMPTS, params)
             assert [len(d.token_ids) for d in done] == [40] * len(PROMPTS)
             assert {d.exactness for d in done} == {"distribution"}
-            assert 0.3 * branches < total(done).accepted / total(done).drafts
+            stats = Stats.sum(each.stats for each in done)
+            assert 0.3 * branches < stats.accepted / stats.drafts
             assert all(banned not in d.token_ids for d in done for banned in (9,) if params is PENALISED)
         check_empty(engine, drafter)
 
@@ -230,7 +224,7 @@ def test_a_sequence_waits_for_room_in_the_draft_models_pool(truth: dict[int, lis
         done = [request.result(60) for request in requests]
         assert [d.token_ids for d in done] == [truth[id(GREEDY)][i] for i in fits[:2]]
         assert max(seen) == 1, "two blocks each, and there are three"
-        assert total(done).accepted > 0
+        assert Stats.sum(each.stats for each in done).accepted > 0
         never = engine.complete(list(range(100)), GREEDY)
         assert len(never.token_ids) == 40
         assert never.stats.drafted == 0, "what no pool of that size holds is not drafted, and does not wait"

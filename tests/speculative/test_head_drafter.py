@@ -17,7 +17,7 @@ from test_exact import tight_pool
 
 from ngramspec.backends.base import HeadRows, Predicted
 from ngramspec.engine.llm_engine import Engine
-from ngramspec.outputs import Completion, Stats
+from ngramspec.outputs import Stats
 from ngramspec.sampling_params import SamplingParams
 from ngramspec.speculative.drafter import DraftOptions
 from ngramspec.speculative.proposer import TreeProposer
@@ -58,13 +58,6 @@ def make_prompts(n: int, length: int = 40) -> list[list[int]]:
     return [rng.integers(0, 250, int(rng.integers(3, length))).tolist() for _ in range(n)]
 
 
-def add_stats(completions: Sequence[Completion]) -> Stats:
-    total = Stats()
-    for each in completions:
-        total.add(each.stats)
-    return total
-
-
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_no_token_changes_and_a_right_head_pays(folder: Path, params: SamplingParams) -> None:
     asked = make_prompts(6)
@@ -77,7 +70,7 @@ def test_no_token_changes_and_a_right_head_pays(folder: Path, params: SamplingPa
             together = engine.complete(asked, params)
             assert [each.token_ids for each in together] == expected
             assert [engine.complete(each, params).token_ids for each in asked] == expected
-            stats = add_stats(together)
+            stats = Stats.sum(each.stats for each in together)
             drafted, made = stats.expected_by_source["mtp"], stats.accepted_by_source["mtp"]
             if not ngrams:
                 assert stats.tokens_per_pass > 2

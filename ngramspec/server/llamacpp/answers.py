@@ -201,7 +201,7 @@ class AnswerFormat:
             logprobs = completion.choices[0].logprobs[: len(answer.tokens)]
             found["completion_probabilities"] = self._describe_probabilities(logprobs, given.params)
         if body.speculative_metrics in ("summary", "detailed"):
-            found["metrics"] = {"speculative_decoding": response_stats.describe_speculation(completion, body.speculative_metrics)}
+            found["metrics"] = {"speculative_decoding": response_stats.describe_speculation([completion], body.speculative_metrics)}
         if body.return_sources:
             choice = completion.choices[0]
             n = len(answer.tokens)
