@@ -1,33 +1,55 @@
-"""What every model with recurrent layers must keep: its texts with drafts and in batches, and its states."""
+"""What every model with recurrent layers, or with layers that differ, must keep: transformers' texts, the same with drafts and in batches,
+its states, and its weight map."""
 
 from __future__ import annotations
 
+import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tiny
+import tiny_architectures
+import torch
+from transformers import PreTrainedModel
 
 from ngramspec import Engine, SamplingParams
 from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.backends.cpu.weight_map_check import check_weight_map
+from ngramspec.models.loader import load_model
 from ngramspec.models.parameters import make_params_source
 from ngramspec.models.tensor_source import TensorSource
 
+PROMPT = [7, 8, 9, 10] * 5
 
-def check_greedy_text(path: str, prompt: list[int], expected: list[int]) -> None:
-    """Complete a prompt greedily, without drafts and with the expected text as a draft: both times `expected` must come."""
-    n = len(expected)
+
+def check_greedy_text(path: str, model: PreTrainedModel, n: int, *, fewest: int = 11) -> None:
+    """Complete `PROMPT` greedily, without drafts and with transformers' text as a draft: both times that must come, n tokens, `fewest` of
+    them different."""
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=n, do_sample=False)[0, len(PROMPT) :].tolist()
+    assert len(expected) == n
+    assert len(set(expected)) >= fewest, "no text that says anything"
     params = SamplingParams(max_tokens=n, ignore_eos=True)
     with Engine(path, max_model_len=250) as engine:
         engine.finish_compiling(lambda _: None)  # until then nothing is drafted
         engine.core.cost = tiny.FreeRows()
-        assert engine.complete(prompt, params, speculation=False).token_ids == expected
-        drafted = engine.complete(prompt, params, prediction=expected)
+        assert engine.complete(PROMPT, params, speculation=False).token_ids == expected
+        drafted = engine.complete(PROMPT, params, prediction=expected)
         assert drafted.token_ids == expected
         assert drafted.stats.accepted > n // 2
+
+
+def write_untied(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, PreTrainedModel]:
+    """Write a GGUF file whose head is a matrix of its own, since else a token repeats itself; return its path and transformers' model."""
+    monkeypatch.setitem(tiny_architectures.CASES, "untied", (*tiny_architectures.CASES[case][:3], True))
+    path = str(tiny_architectures.write(folder / "model.gguf", "untied"))
+    return path, load_model(path, cache_dir=folder / "cache").model
 
 
 def check_drafts_and_batches(path: str, temperature: float, accepted: int) -> None:
@@ -72,11 +94,11 @@ def check_own_text_is_kept(model: Any, prediction: bool) -> None:
             assert again.cached_tokens == 32 if n == 80 else again.cached_tokens > len(prompt) + n - 96
 
 
-def read_checked_map(name: str) -> tuple[WeightMap, TensorSource]:
-    """Return the weight map of a tiny model and its weights: the map must be the same after a cache, and fit the weights."""
-    found = CpuRunner(tiny.tiny_model(name), CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
+def read_checked_map(model: PreTrainedModel) -> tuple[WeightMap, TensorSource]:
+    """Return the weight map of a model and its weights: the map must be the same after a cache, and fit the weights."""
+    source = make_params_source(copy.deepcopy(model))  # a runner takes its weights
+    found = CpuRunner(model, CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
     assert found is not None
-    source = make_params_source(tiny.tiny_model(name))
     again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
     assert again == found
     check_weight_map(again, source)

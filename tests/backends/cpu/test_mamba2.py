@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import tiny
-import tiny_architectures
-import torch
-from recurrent_texts import check_drafts_and_batches, check_greedy_text, check_own_text_is_kept, check_states_are_kept, read_checked_map
+from recurrent_texts import (
+    check_drafts_and_batches,
+    check_greedy_text,
+    check_own_text_is_kept,
+    check_states_are_kept,
+    read_checked_map,
+    write_untied,
+)
 from transformers import PreTrainedModel
 
 from ngramspec.backends.cpu.llama_layers import ShortConvOptions
@@ -18,7 +23,6 @@ from ngramspec.backends.cpu.llama_runner import CpuOptions
 from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.errors import UnsupportedModelError
-from ngramspec.models.loader import load_model
 
 LAYERS = {"num_hidden_layers": 8, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
 GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.2, "attention_multiplier": 0.2}
@@ -59,12 +63,7 @@ def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_greedy_text_is_transformers(name: str, folder: Path) -> None:
-    model, prompt, n = make_model(name), [7, 8, 9, 10] * 5, 200 if name in ("dense", "beside attention") else 60
-    model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
-    assert len(set(expected)) > 10, "no text that says anything"
-    check_greedy_text(str(folder), prompt, expected)
+    check_greedy_text(str(folder), make_model(name), 200 if name in ("dense", "beside attention") else 60)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +71,7 @@ def test_a_greedy_text_is_transformers(name: str, folder: Path) -> None:
     ["granitehybrid", "granitehybrid, rope", "granitehybrid, experts", "falcon-h1", "falcon-h1, norm", "nemotron_h", "nemotron_h_moe"],
 )
 def test_a_greedy_text_of_a_gguf_file_is_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny_architectures.CASES, "untied", (*tiny_architectures.CASES[case][:3], True))  # else a token repeats itself
-    path, prompt, n = str(tiny_architectures.write(tmp_path / "model.gguf", "untied")), [7, 8, 9, 10] * 5, 60
-    model = load_model(path, cache_dir=tmp_path / "cache").model
-    model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False)[0, len(prompt) :].tolist()
-    assert len(expected) == n
-    assert len(set(expected)) > 5, "no text that says anything"
-    check_greedy_text(path, prompt, expected)
+    check_greedy_text(*write_untied(case, tmp_path, monkeypatch), 60, fewest=6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -90,7 +81,7 @@ def test_drafts_of_ngrams_and_batches_change_no_token(folder: Path, temperature:
 
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     """It is read from a cache, and a pass reads addresses unchecked."""
-    found, source = read_checked_map("granitemoehybrid")
+    found, source = read_checked_map(tiny.tiny_model("granitemoehybrid"))
     options, mamba = found.options, found.options.mamba
     assert mamba is not None
     for wrong in (
@@ -104,7 +95,7 @@ def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
 
 
 def test_a_map_with_mamba_beside_attention_that_does_not_fit_is_refused() -> None:
-    found, source = read_checked_map("falcon_h1")
+    found, source = read_checked_map(tiny.tiny_model("falcon_h1"))
     first, *others = found.layers
     assert first.beside is not None
     layers = (

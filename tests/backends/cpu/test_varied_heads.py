@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-import tiny_architectures
-import torch
-from recurrent_texts import check_greedy_text
+from recurrent_texts import PROMPT, check_greedy_text, read_checked_map, write_untied
 from transformers import PreTrainedModel
 
 from ngramspec import Engine, SamplingParams
-from ngramspec.backends.cpu.llama_runner import CpuOptions
-from ngramspec.backends.cpu.runner import CpuRunner
-from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.backends.cpu.weight_map_check import check_weight_map
-from ngramspec.models.loader import load_model
-from ngramspec.models.parameters import make_params_source
 
 LAYERS = {"num_hidden_layers": 8, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2, "num_kv_shared_layers": 0}
 PLAIN = LAYERS | {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
@@ -28,32 +20,21 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_
 OPTIONS: dict[str, dict[str, Any]] = {
     "dense": PLAIN, "inputs and shared keys": LAYERS | {"num_kv_shared_layers": 4, "attention_k_eq_v": False}, "experts": PLAIN | EXPERTS,
 }  # fmt: skip
-PROMPT, N = [7, 8, 9, 10] * 5, 80
 
 
 def make_model(name: str) -> PreTrainedModel:
     return tiny.tiny_model("gemma4_text", std=0.15, **OPTIONS[name])
 
 
-def generate(model: PreTrainedModel) -> list[int]:
-    model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        expected: list[int] = model.generate(torch.tensor([PROMPT]), max_new_tokens=N, do_sample=False)[0, len(PROMPT) :].tolist()
-    assert len(set(expected)) > 10, "no text that says anything"
-    return expected
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_greedy_text_is_transformers(name: str, tmp_path: Path) -> None:
     path = tiny.save_model(tmp_path, name, lambda: make_model(name))
-    check_greedy_text(str(path), PROMPT, generate(make_model(name)))
+    check_greedy_text(str(path), make_model(name), 80)
 
 
 @pytest.mark.parametrize("case", ["gemma4, shared", "gemma4, experts"])
 def test_a_greedy_text_of_a_gguf_file_is_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny_architectures.CASES, "untied", (*tiny_architectures.CASES[case][:3], True))  # else a token repeats itself
-    path = str(tiny_architectures.write(tmp_path / "model.gguf", "untied"))
-    check_greedy_text(path, PROMPT, generate(load_model(path, cache_dir=tmp_path / "cache").model))
+    check_greedy_text(*write_untied(case, tmp_path, monkeypatch), 80)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -76,12 +57,8 @@ def test_eight_bit_products_and_later_starts_change_no_token(temperature: float,
 
 def test_a_map_that_does_not_fit_the_weights_is_refused() -> None:
     """It is read from a cache, and a pass reads addresses unchecked."""
-    found = CpuRunner(make_model("inputs and shared keys"), CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
-    assert found is not None
-    source, layers = make_params_source(make_model("inputs and shared keys")), found.layers
-    again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
-    assert again == found
-    check_weight_map(again, source)
+    found, source = read_checked_map(make_model("inputs and shared keys"))
+    layers = found.layers
     own, shared = layers[0].heads, layers[6].heads
     assert own is not None
     assert shared is not None
