@@ -18,7 +18,8 @@ from ngramspec.speculative.budget.cost_model import CostModel, Load
 
 log = logging.getLogger(__name__)
 
-MOST_MS = 100  # of a pass, for which a request that comes may have to wait; at least a block is computed
+MOST_MS = 100  # of a pass, for which a request that comes may have to wait
+LEAST_ROWS = 8  # of a pass, however long it takes: on a processor with AVX2 it takes as long as two of one row
 LEAST_ROOM = 3  # times its length that the pool must hold, so that a prompt does not take the place of what will be asked for again
 
 
@@ -27,10 +28,10 @@ class PromptAhead:
 
     def __init__(self, runner: Runner, max_rows: int) -> None:
         """Compute in passes of up to `max_rows` rows."""
-        self._runner, self._max_blocks = runner, max(max_rows // BLOCK, 1)
+        self._runner, self._max_rows = runner, max_rows
         self._prompts: Iterator[Sequence[int]] | None = None
         self._salt = ""
-        self._current: tuple[np.ndarray, list[bytes]] | None = None
+        self._current: tuple[np.ndarray, BlockHashes] | None = None
         self.n_tokens = 0
         """Tokens whose keys and values were computed."""
 
@@ -48,42 +49,45 @@ class PromptAhead:
         self._prompts, self._salt = None if self._runner.is_recurrent else _iterate(list_prompts), tenant
 
     def compute_some(self, slot: int, cost: CostModel) -> None:
-        """Compute blocks of the first expected prompt in one pass, or find out which is the next. `slot`: one that nobody holds."""
+        """Compute rows of the first expected prompt in one pass, or find out which is the next. `slot`: one that nobody holds."""
         assert self._prompts is not None
         try:
             if self._current is not None:
-                if not self._compute_blocks(slot, cost, *self._current):
+                if not self._compute_rows(slot, cost, *self._current):
                     self._current = None
             elif (ids := next(self._prompts, None)) is not None:
-                self._current = self._hash(ids)
+                tokens = np.array(ids, np.int32)
+                self._current = tokens, BlockHashes(self._salt, tokens)
             else:
                 self._prompts = None
         except Exception as error:  # nobody has asked for it
             log.warning("a prompt is not computed ahead: %s", error)
             self._prompts = self._current = None
 
-    def _hash(self, ids: Sequence[int]) -> tuple[np.ndarray, list[bytes]]:
-        tokens = np.array(ids, np.int32)
-        return tokens, BlockHashes(self._salt, tokens).hashes
-
-    def _compute_blocks(self, slot: int, cost: CostModel, tokens: np.ndarray, hashes: list[bytes]) -> bool:
-        """Compute the next blocks of a prompt. Return whether there were any, and room for them: one may be longer than any request's."""
-        pool = self._runner.pool
-        n_known = next((i for i, digest in enumerate(hashes) if digest not in pool.block_of), len(hashes))
-        if n_known == len(hashes) or len(hashes) > pool.max_blocks or LEAST_ROOM * len(tokens) > pool.n_positions:
+    def _compute_rows(self, slot: int, cost: CostModel, tokens: np.ndarray, hashes: BlockHashes) -> bool:
+        """Compute the next rows of a prompt, but for its last one. Return whether there were any, and room for them: a prompt may be longer
+        than any request's."""
+        pool, end = self._runner.pool, max(len(tokens) - 1, 0)
+        names = hashes.hashes[: end // BLOCK]
+        if pool.count_blocks(end) > pool.max_blocks or LEAST_ROOM * len(tokens) > pool.n_positions:
             return False
+        n_known = next((i for i, digest in enumerate(names) if digest not in pool.block_of), len(names))
         n_rows = cost.count_rows(MOST_MS, Load(1, keys=BLOCK * n_known))
-        end = min(n_known + min(max(n_rows // BLOCK, 1), self._max_blocks), len(hashes))
-        if pool.admit(slot, hashes[:n_known], BLOCK * end) < 0:
+        n_rows = min(max(n_rows, LEAST_ROWS), self._max_rows)
+        if pool.admit(slot, names[:n_known], min(BLOCK * n_known + BLOCK - 1 + n_rows, end)) < 0:
             return False
         try:
-            rows = tokens[BLOCK * n_known : BLOCK * end]
-            span = Span(slot, rows, BLOCK * n_known, logits=0, samples=False)
+            first = BLOCK * n_known + pool.copy_part(slot, hashes, tokens[:end])
+            end = min(first + n_rows, end)
+            if first == end:
+                return False
+            span = Span(slot, tokens[first:end], first, logits=0, samples=False)
             self._runner.forward(pack([span], pool, self._runner.rows_per_item)).wait()
-            pool.register(slot, hashes[:end])
+            pool.register(slot, names[: end // BLOCK])
+            pool.keep_computed(slot, hashes, tokens[:end])
         finally:
             pool.release(slot)
-        self.n_tokens += len(rows)
+        self.n_tokens += end - first
         return True
 
 

@@ -72,7 +72,10 @@ class Scheduler:
         return -1 if seq.slot < 0 else self._release(seq)
 
     def _release(self, seq: Sequence) -> int:
-        slot, seq.slot, seq.n_computed = seq.slot, -1, 0
+        slot, n_computed = seq.slot, seq.n_computed
+        seq.slot, seq.n_computed = -1, 0
+        if seq.block_hashes is not None:
+            self.tables.keep_computed(slot, seq.block_hashes, seq.tokens[:n_computed])
         self.tables.release(slot)
         self.free_slots.append(slot)
         return slot
@@ -134,15 +137,16 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, prefixes: PrefixStore | None) -> bool:
         """Give the sequence a slot and blocks for all its tokens, with known KV as far as possible; its last token is always computed."""
-        reads = seq.block_hashes is not None and not seq.lacks_prompt_logprobs
-        hashes = seq.block_hashes.hashes[: (seq.n_tokens - 1) // BLOCK] if seq.block_hashes is not None and reads else []
+        known = None if seq.lacks_prompt_logprobs else seq.block_hashes
+        hashes = [] if known is None else known.hashes[: (seq.n_tokens - 1) // BLOCK]
         if prefixes is not None:
             prefixes.restore(hashes)
         taken = self.tables.admit(self.free_slots[-1], hashes, seq.n_tokens)
         if taken < 0:
             return False
         seq.slot, seq.n_computed = self.free_slots.pop(), taken * BLOCK
-        if reads:
+        if known is not None:
+            seq.n_computed += self.tables.copy_part(seq.slot, known, seq.tokens[:-1])
             self.prefix_queries += seq.n_tokens
             self.prefix_hits += seq.n_computed
         if seq.admitted_s is None:

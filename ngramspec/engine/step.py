@@ -428,15 +428,17 @@ class Core:
         return changed
 
     def _commit_kv(self, accepted: list[Accepted], output: Output) -> None:
-        """Set `n_computed` to the rows of known tokens and accepted paths, and move the paths whose KV lies elsewhere than their tokens."""
-        moved = []
+        """Move the paths whose KV lies elsewhere than their tokens, and set `n_computed` to the rows of known tokens and accepted paths."""
+        moved, ends = [], list[int]()
         for each in accepted:
             end, n = each.span.start + len(each.span.tokens), len(each.path)
             if n and each.path[-1] >= n:
                 moved.append((each.index, end, end + each.path))
-            each.seq.n_computed = end + n
+            ends.append(end + n)
         if moved:
             output.commit(moved)
+        for each, end in zip(accepted, ends, strict=True):
+            each.seq.n_computed = end
 
     def _finish(self, seq: Sequence) -> None:
         self.remove(seq)

@@ -7,6 +7,10 @@ tokens, and `truncate_to` gives back whole blocks beyond a length.
 A block full of committed tokens can be registered under a hash that stands for these tokens and all before them (`BlockHashes`). A sequence
 with the same hashes takes such blocks over (`admit`), even while others hold them: nobody writes to a registered block. A block that no
 sequence holds any more keeps its contents until it is needed (least recently used first).
+
+When a sequence ends, the tokens of its blocks are remembered (`keep_computed`), those of the last one too, which is not full. Another whose
+tokens part from these in the middle of a block copies that block and goes on there (`copy_part`): an editor's next request differs from the
+one before in its last tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ngramspec.outputs import BLOCK
+
+MOST_CONTINUATIONS = 16  # blocks whose tokens are remembered after one block, the latest: a new sequence's are compared with each
 
 
 class BlockHashes:
@@ -31,8 +37,11 @@ class BlockHashes:
     def extend(self, tokens: np.ndarray) -> None:
         """Hash the blocks that have become full. tokens [n] int32 are all of the sequence's, from the first on."""
         for first in range(BLOCK * len(self.hashes), len(tokens) - BLOCK + 1, BLOCK):
-            block = np.ascontiguousarray(tokens[first : first + BLOCK], np.int32)
-            self.hashes.append(hashlib.blake2b((self.hashes[-1] if self.hashes else self._root) + block.tobytes(), digest_size=16).digest())
+            self.hashes.append(_hash_tokens(self.get_hash_before(len(self.hashes)), tokens[first : first + BLOCK]))
+
+    def get_hash_before(self, block: int) -> bytes:
+        """Return the hash that stands for the salt and all tokens before the sequence's block of this index."""
+        return self.hashes[block - 1] if block else self._root
 
     def copy(self) -> BlockHashes:
         other = BlockHashes.__new__(BlockHashes)
@@ -46,6 +55,9 @@ class BlockTables:
     Position p of the sequence in `slot` lies in block `tables[slot, p // BLOCK]` at offset `p % BLOCK`.
     """
 
+    shares_parts = True
+    """Whether a sequence can go on in the middle of a block that another has computed."""
+
     def __init__(self, n_blocks: int, max_seqs: int, max_len: int) -> None:
         self.n_blocks = n_blocks
         self.max_blocks = -(-max_len // BLOCK)
@@ -58,6 +70,9 @@ class BlockTables:
         self.hash_of: list[bytes | None] = [None] * n_blocks
         """Hash of each block; None if it is not registered."""
         self.block_of: dict[bytes, int] = {}  # registered blocks by their hash
+        self._continuations: dict[bytes, dict[int, np.ndarray]] = {}
+        """Blocks whose tokens [n] int32 are remembered, the latest last, by the hash of all tokens before them."""
+        self._hash_before: dict[int, bytes] = {}  # of each of these blocks
 
     @property
     def n_positions(self) -> int:
@@ -80,6 +95,9 @@ class BlockTables:
     def write_block(self, block: int, body: bytes) -> None:
         """Set a block's keys and values to what `read_block` has returned, of this pool or one like it."""
         raise NotImplementedError
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block's keys and values to another block."""
 
     def has_state(self, digest: bytes) -> bool:
         """Return whether there is a snapshot of the recurrent layers' state after the block with this hash."""
@@ -151,12 +169,22 @@ class BlockTables:
     def evict(self) -> int:
         """Forget the contents of the least recently used block that nobody holds, and return it."""
         block = next(iter(self.cached))
+        self._forget_contents(block)
+        return block
+
+    def _forget_contents(self, block: int) -> None:
         del self.cached[block]
         digest = self.hash_of[block]
         assert digest is not None
         del self.block_of[digest]
         self.hash_of[block] = None
-        return block
+        self._forget_tokens(block)
+
+    def _forget_tokens(self, block: int) -> None:
+        if (before := self._hash_before.pop(block, None)) is not None:
+            del self._continuations[before][block]
+            if not self._continuations[before]:
+                del self._continuations[before]
 
     def adopt(self, digest: bytes) -> int:
         """Register a block that nobody holds under a hash that no block has, and return it: the caller writes its contents."""
@@ -168,7 +196,9 @@ class BlockTables:
 
     def touch(self, digest: bytes) -> None:
         """Let a registered block be evicted last of those that nobody holds."""
-        block = self.block_of[digest]
+        self._touch(self.block_of[digest])
+
+    def _touch(self, block: int) -> None:
         if block in self.cached:
             del self.cached[block]
             self.cached[block] = None
@@ -189,6 +219,75 @@ class BlockTables:
                 self.tables[slot, i] = block
                 self._release_block(mine)
             self.registered[slot] = i + 1
+
+    def keep_computed(self, slot: int, hashes: BlockHashes, tokens: np.ndarray) -> None:
+        """Remember a sequence's blocks by their tokens, before they are released. tokens [n] int32: those that are computed and committed.
+
+        The last block, which is not full, is registered under a hash of its own if no block begins with its tokens.
+        """
+        if not self.shares_parts:
+            return
+        n_full = self.registered[slot]
+        for i in range(n_full):
+            self._remember_tokens(int(self.tables[slot, i]), hashes.get_hash_before(i), tokens[BLOCK * i : BLOCK * (i + 1)])
+        rest, before = tokens[BLOCK * n_full :], hashes.get_hash_before(n_full)
+        if not 0 < len(rest) < BLOCK:
+            return
+        known, n_known = self._find_part(before, rest)
+        if n_known == len(rest):
+            self._touch(known)
+            return
+        block, digest = int(self.tables[slot, n_full]), _hash_tokens(before, rest)
+        self.hash_of[block], self.block_of[digest] = digest, block
+        self.registered[slot] += 1
+        self._remember_tokens(block, before, rest)
+
+    def copy_part(self, slot: int, hashes: BlockHashes, tokens: np.ndarray) -> int:
+        """Copy what is known of a sequence's first block that it could not take over, once it is admitted; return how many of the block's
+        positions are there now. tokens [n] int32: the sequence's, as far as they may be known."""
+        if not self.shares_parts:
+            return 0
+        taken = self.registered[slot]
+        before = hashes.get_hash_before(taken)
+        block, n = self._find_part(before, tokens[BLOCK * taken : BLOCK * (taken + 1)])
+        if n:
+            self.copy_block(block, int(self.tables[slot, taken]))
+            self._touch(block)
+            after = self._continuations[before]
+            after[block] = after.pop(block)
+        return n
+
+    def _find_part(self, before: bytes, tokens: np.ndarray) -> tuple[int, int]:
+        """Return the block after `before` that has most tokens in common with the beginning of tokens [n] int32, and how many."""
+        best = -1, 0
+        for block, known in self._continuations.get(before, {}).items():
+            n = min(len(known), len(tokens))
+            differ = np.flatnonzero(known[:n] != tokens[:n])
+            n = int(differ[0]) if len(differ) else n
+            if n > best[1]:
+                best = block, n
+        return best
+
+    def _remember_tokens(self, block: int, before: bytes, tokens: np.ndarray) -> None:
+        if block in self._hash_before:
+            return
+        known, n = self._find_part(before, tokens)
+        if n and n == len(self._continuations[before][known]):  # all of it is in the new block
+            self._discard_part(known)
+        after = self._continuations.setdefault(before, {})
+        if len(after) == MOST_CONTINUATIONS:
+            oldest = next(iter(after))
+            if len(after[oldest]) < BLOCK:
+                self._discard_part(oldest)
+            else:
+                self._forget_tokens(oldest)
+        after[block] = tokens.copy()
+        self._hash_before[block] = before
+
+    def _discard_part(self, block: int) -> None:
+        """Free a block that is not full, which nobody else can hold."""
+        self._forget_contents(block)
+        self.free.append(block)
 
     def truncate_to(self, slot: int, length: int) -> None:
         """Release the whole blocks beyond `length` positions; a partly used block stays."""
@@ -239,3 +338,11 @@ class BlockTables:
             "hashes and blocks differ"
         )
         assert all(self.hash_of[block] is not None for block in self.cached), "a block without a hash is kept"
+        remembered = {block: before for before, after in self._continuations.items() for block in after}
+        assert remembered == self._hash_before, "tokens are remembered of other blocks than those listed"
+        assert all(self.hash_of[block] is not None for block in remembered), "tokens of a block without a hash are remembered"
+
+
+def _hash_tokens(before: bytes, tokens: np.ndarray) -> bytes:
+    """Return a hash that stands for tokens [n] int32 and all before, for which `before` stands."""
+    return hashlib.blake2b(before + np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=16).digest()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ngramspec.backends.cpu.kv_pool import KVPool
-from ngramspec.kv_cache.blocks import BlockHashes, BlockTables
+from ngramspec.kv_cache.blocks import MOST_CONTINUATIONS, BlockHashes, BlockTables
 from ngramspec.outputs import BLOCK
 
 SEQS, BLOCKS = 4, 10
@@ -59,8 +59,8 @@ class Text:
     """A sequence as the step has it: its tokens, of which `computed` have their KV in its blocks."""
 
     def __init__(self, salt: str, letters: list[int], n: int) -> None:
-        """A block is all of one letter, so that texts often begin alike."""
-        self.salt, self.tokens = salt, np.repeat(np.array(letters, np.int32), BLOCK)[:n]
+        """Half a block is all of one letter, so that texts often begin alike and part in the middle of a block."""
+        self.salt, self.tokens = salt, np.repeat(np.array(letters, np.int32), BLOCK // 2)[:n]
         self.block_hashes = BlockHashes(salt, self.tokens)
         self.computed = 0
 
@@ -75,6 +75,7 @@ class Prefixes(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tables = BlockTables(BLOCKS, SEQS, 6 * BLOCK)
+        self.tables.copy_block = self.copy_block  # type: ignore[method-assign]
         self.texts: dict[int, Text] = {}
         self.written = np.full((BLOCKS, BLOCK), None, object)
         self.before: dict[bytes, bytes | None] = {}
@@ -85,8 +86,12 @@ class Prefixes(RuleBasedStateMachine):
             assert block not in self.tables.block_of.values(), "a registered block is written"
             self.written[block, offset] = value
 
+    def copy_block(self, source: int, target: int) -> None:
+        assert target not in self.tables.block_of.values(), "a registered block is written"
+        self.written[target] = self.written[source]
+
     @precondition(lambda self: len(self.texts) < SEQS)
-    @rule(salt=st.sampled_from(["a", "b"]), letters=st.lists(st.integers(0, 1), min_size=6, max_size=6), n=st.integers(1, 6 * BLOCK - 8))
+    @rule(salt=st.sampled_from(["a", "b"]), letters=st.lists(st.integers(0, 1), min_size=12, max_size=12), n=st.integers(1, 6 * BLOCK - 8))
     def come(self, salt: str, letters: list[int], n: int) -> None:
         slot = next(s for s in range(SEQS) if s not in self.texts)
         text = Text(salt, letters, n)
@@ -98,7 +103,9 @@ class Prefixes(RuleBasedStateMachine):
         taken = self.tables.admit(slot, hashes, n)
         assert taken == (known if fits else -1)
         if fits:
-            text.computed = taken * BLOCK
+            n = self.tables.copy_part(slot, text.block_hashes, text.tokens[:-1])
+            text.computed = taken * BLOCK + n
+            assert text.computed < len(text.tokens)
             self.texts[slot] = text
 
     @precondition(lambda self: self.texts)
@@ -121,10 +128,16 @@ class Prefixes(RuleBasedStateMachine):
             self.tables.truncate_to(slot, text.computed)
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def go(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keeps=st.booleans())
+    def go(self, data: st.DataObject, *, keeps: bool) -> None:
         slot = data.draw(st.sampled_from(sorted(self.texts)))
-        del self.texts[slot]
+        text, n_full = self.texts.pop(slot), self.tables.registered[slot]
+        if keeps:
+            self.tables.keep_computed(slot, text.block_hashes, text.tokens[: text.computed])
+            for name in (self.tables.hash_of[block] for block in held(self.tables, slot)[n_full : self.tables.registered[slot]]):
+                assert name is not None
+                self.before[name] = text.block_hashes.hashes[n_full - 1] if n_full else None
+            self.tables.check_integrity()
         self.tables.release(slot)
 
     @invariant()
@@ -161,6 +174,43 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     assert tables.reserve(1, BLOCK)  # the end of a
     assert set(tables.block_of) == {a[0]}
     tables.check_integrity()
+
+
+def test_what_is_remembered_after_one_block_is_bounded() -> None:
+    """Requests of one tenant may begin with as many different texts as they like; each new one is compared with what is remembered."""
+    tables = BlockTables(60, 1, 2 * BLOCK)
+    copied = list[int]()
+    tables.copy_block = lambda source, target: copied.append(source)  # type: ignore[method-assign]
+    texts = [np.array([0, i] * 8, np.int32) for i in range(40)] + [np.array([i] * BLOCK, np.int32) for i in range(1, 40)]
+    for text in texts:
+        hashes = BlockHashes("", text)
+        assert tables.admit(0, [], len(text)) == 0
+        tables.register(0, hashes.hashes)
+        tables.keep_computed(0, hashes, text)
+        tables.release(0)
+        tables.check_integrity()
+    assert len(tables.cached) == 39, "a full block can be taken over though its tokens are forgotten, a part of one cannot"
+    for text, n in ((texts[-1], BLOCK), (texts[-MOST_CONTINUATIONS], BLOCK), (texts[-MOST_CONTINUATIONS - 1], 0), (texts[39], 0)):
+        assert tables.admit(0, [], BLOCK) == 0
+        assert tables.copy_part(0, BlockHashes("", text[:0]), text) == n
+        tables.release(0)
+    assert len(copied) == 2
+
+
+def test_a_part_is_kept_once() -> None:
+    """What a sequence computed further takes the place of what it began with, and what is known already is not kept again."""
+    tables = BlockTables(6, 1, 2 * BLOCK)
+    for n, kept in ((5, 1), (9, 1), (7, 1), (BLOCK, 1), (BLOCK + 3, 2), (BLOCK + 1, 2)):
+        tokens = np.arange(n, dtype=np.int32)
+        hashes = BlockHashes("", tokens)
+        taken = tables.admit(0, hashes.hashes, n)
+        known = BLOCK * taken + tables.copy_part(0, hashes, tokens)
+        assert known == {5: 0, 9: 5, 7: 7, BLOCK: 9, BLOCK + 3: BLOCK, BLOCK + 1: BLOCK + 1}[n]
+        tables.register(0, hashes.hashes)
+        tables.keep_computed(0, hashes, tokens)
+        tables.release(0)
+        tables.check_integrity()
+        assert len(tables.cached) == kept
 
 
 def test_texts_that_were_computed_at_the_same_time_share_their_blocks() -> None:

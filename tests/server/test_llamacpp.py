@@ -248,7 +248,8 @@ def test_a_warm_up_computes_the_prompt_for_what_follows(editor: httpx.Client) ->
     chunks = [{"text": "".join(f"warm_{i} = {i * i}\n" for i in range(12)), "filename": "warm.py"}]
     cold = {"input_prefix": "", "input_suffix": "", "input_extra": chunks, "n_predict": 0}
     first = post(editor, "/infill", cold)
-    assert (first["content"], first["tokens_predicted"], first["tokens_cached"]) == ("", 0, 0)
+    assert (first["content"], first["tokens_predicted"]) == ("", 0)
+    assert first["tokens_cached"] < 32, "other prompts begin with the same control tokens"
     second = post(editor, "/infill", {"input_prefix": "x = ", "input_suffix": "\n", "input_extra": chunks, "n_predict": 4})
     assert second["tokens_cached"] >= first["tokens_evaluated"] - 64
     assert second["timings"]["prompt_n"] == second["tokens_evaluated"] - second["tokens_cached"]

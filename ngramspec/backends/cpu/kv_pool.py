@@ -105,6 +105,11 @@ class KVPool(BlockTables):
                 part[block] = np.frombuffer(body, part.dtype, n, at).reshape(part[block].shape)
                 at += n * part.itemsize
 
+    def copy_block(self, source: int, target: int) -> None:
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[target] = keys[source]
+            values[target] = values[source]
+
     def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
         if not super().fork(source, slots, target, hashes):
             return False

@@ -70,6 +70,8 @@ def move_log(log, log_rates, slots, starts, ends, paths):
 class RecurrentPool(KVPool):
     """A KV pool of the layers with attention, and the states of the others. Raises OutOfMemoryError."""
 
+    shares_parts = False  # a state is known at the ends of blocks
+
     def __init__(
         self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, dtype: type[np.generic], shape: StateShape,
         n_snapshots: int,

@@ -85,6 +85,11 @@ class CudaPool(BlockTables):
                 at += n
 
     @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        for memory in self.memory:
+            memory[:, :, target] = memory[:, :, source]
+
+    @torch.inference_mode()
     def fork(self, source: int, slots: np.ndarray, target: int, hashes: Sequence[bytes]) -> bool:
         if not super().fork(source, slots, target, hashes):
             return False

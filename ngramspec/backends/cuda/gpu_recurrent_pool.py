@@ -86,6 +86,8 @@ def count_copies(n_rows: int) -> int:
 class CudaRecurrentPool(CudaPool):
     """A KV pool of the layers with attention, and the states of the others. Raises OutOfMemoryError."""
 
+    shares_parts = False  # a state is known at the ends of blocks
+
     def __init__(
         self, shapes: list[tuple[int, int]], n_blocks: int, max_seqs: int, max_len: int, *, dtype: torch.dtype, device: torch.device,
         shape: DeltaShape, n_snapshots: int,

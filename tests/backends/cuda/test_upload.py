@@ -52,7 +52,7 @@ def test_a_block_table_is_not_rewritten_under_its_copy() -> None:
     assert pool.device_tables[0, :1].tolist() == rows[2] != rows[0]
 
 
-def test_a_block_is_read_and_written() -> None:
+def test_a_block_is_read_written_and_copied() -> None:
     shapes, device = [(1, 8), (2, 8), (1, 8)], torch.device("cpu")
     pool, other = (CudaPool(shapes, 6, 2, 4 * BLOCK, dtype=torch.bfloat16, device=device) for _ in range(2))
     for memory in pool.memory:
@@ -62,6 +62,9 @@ def test_a_block_is_read_and_written() -> None:
         assert torch.equal(theirs[4], mine[2])
         assert not theirs[2].any()
     assert other.read_block(4) == pool.read_block(2) != pool.read_block(3)
+    other.copy_block(4, 1)
+    assert other.read_block(1) == pool.read_block(2)
+    assert not any(other.read_block(3))
 
 
 def test_a_pass_is_not_staged_under_the_copy_of_the_one_before() -> None:
