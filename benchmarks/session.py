@@ -2,7 +2,7 @@
 
     python -m benchmarks.session --model M.gguf --old DIR --new DIR [--functions N] [--requests N] [--typed N] [--edits N]
         [--contenders on,off,store,prefix-first,suffix-first,as-sent,not-ahead,predicted,llama-none,llama-ngram-simple,llama-ngram-mod]
-        [--datastore STORE] [--llama-server-python PATH] [--after-line N] [--ring N] [--pauses]
+        [--datastore STORE] [--llama-server-python PATH] [--after-line N] [--ring N] [--pauses] [--cancel]
 
 DIR are two releases of a library. Functions of the new one whose body is nowhere in the old one are written into their file, one after
 the other, as llama.vim has them completed: /infill with the 256 lines before the cursor and the 64 after it, greedy, up to `--max-tokens`
@@ -12,9 +12,11 @@ tokens. Each server has the same file and threads; functions are done by all ser
     requests    at the beginnings of words of the body, in their order, each waited for: milliseconds to the first and the last token;
                 `prompt_tokens`: how many of the prompt's were computed, in the mean, at cold and at these requests. With `--pauses`
                 what is between two of them is typed before the next one, in the mean time of a key and of a line
-    typed       the bodies of as many other functions, which no server was asked for before, are typed for real: each key cancels the
-                request under way and sends another, unless what is shown goes on with that key. A suggestion that is what comes next, or
-                whose first line is, is accepted instead of typing it. What is around the cursor has been computed when typing begins
+    typed       the bodies of as many other functions, which no server was asked for before, are typed for real. A suggestion is asked
+                for as llama.vim does: one request at a time, of up to 128 tokens, that ends with its line after 250 ms; when it is shown,
+                another one, of 1,000 ms, for what would follow. `visible` is the share of keys before which one was to be seen, `shown` of
+                those before which one was `asked` for. One that is what comes next, or whose first line is, is accepted. What is around
+                the cursor has been computed when typing begins. With `--cancel` each key cancels the request, and none has a limit
     ring        with `--ring 16`, llama.vim's default, requests carry parts of files that were visited before, and one without a text to
                 write is sent once a second for each new part, in the `--reading` seconds before a function's first request
     edits       a name is to be changed in a file of the new release by chat, whose answer is the whole file: seconds to the end. The
@@ -32,7 +34,6 @@ import ast
 import asyncio
 import contextlib
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -44,96 +45,30 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.http_client import Connection, ServerAddress, fetch, find_quantile
+from benchmarks.editor import (
+    CHUNK_LINES,
+    KEY_MEAN_S,
+    PREFIX_LINES,
+    SUFFIX_LINES,
+    Editor,
+    NewFunction,
+    Ring,
+    TypedFigures,
+    complete,
+    make_body,
+    type_text,
+)
+from benchmarks.http_client import ServerAddress, fetch, find_quantile
 from benchmarks.server_process import read_cpu_s, serve
 from ngramspec.backends.cpu.cores import count_cores
 
-PREFIX_LINES, SUFFIX_LINES = 256, 64  # llama.vim's n_prefix and n_suffix
-CHUNK_LINES, SCOPE_LINES = 64, 1024  # llama.vim's ring_chunk_size, of which half is taken, and ring_scope
-SAME, NEAR = 0.9, 0.5  # similarity from which on chunks count as one, and a chunk repeats what stands around the cursor
-KEY_MEAN_S, KEY_DEVIATION_S = 0.239, 0.112
+SCOPE_LINES = 1024  # llama.vim's ring_scope
 BODY_CHARS = 120, 2000  # functions with bodies of so many characters are written
 CONTEXT, RING_CONTEXT = 8192, 16384  # tokens; the latter with --ring
 EDIT_LINES = 50, 500  # of a file that is edited as a whole
 TEST_FOLDERS = {"tests", "_tests", "test"}
 CONTENDERS = "on,off,llama-none,llama-ngram-simple,llama-ngram-mod"
 ORDERS = ("prefix-first", "suffix-first")  # of prompts, whatever the model's format
-
-
-@dataclass(frozen=True, slots=True)
-class NewFunction:
-    """A function that is to be written into its file."""
-
-    name: str
-    before: str
-    body: str
-    after: str
-
-    @property
-    def path(self) -> str:
-        return self.name.partition(":")[0]
-
-    def get_lines_around(self, n: int) -> list[str]:
-        """Return the function's last lines and those after it, up to n of each."""
-        return (self.before + self.body).split("\n")[-n:] + self.after.split("\n")[:n]
-
-
-class Ring:
-    """Parts of files that an editor has shown, the latest last, as llama.vim collects them."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size, self._rng = size, random.Random(seed)
-        self._chunks: list[tuple[str, list[str]]] = []
-        self._queued: list[tuple[str, list[str]]] = []
-
-    def _cut(self, lines: list[str]) -> list[str]:
-        """Return a part of as many lines as a chunk has, at random."""
-        first = self._rng.randint(0, max(0, len(lines) - CHUNK_LINES // 2))
-        return lines[first : first + CHUNK_LINES // 2] if len(lines) + 1 >= CHUNK_LINES else lines
-
-    def pick(self, path: str, lines: list[str], replaces: bool) -> None:
-        """Queue a part of these lines, unless there is one like it; `replaces`: instead of those like it."""
-        chunk = self._cut(lines)
-        if self._size == 0 or len(lines) < 3:
-            return
-        for chunks in (self._queued, self._chunks):
-            alike = [i for i, (_, other) in enumerate(chunks) if chunk == other or (i and measure_similarity(chunk, other) > SAME)]
-            if alike and not (replaces and all(chunks[i][1] != chunk for i in alike)):
-                return
-            for i in reversed(alike):
-                del chunks[i]
-        self._queued = [*self._queued[-15:], (path, chunk)]
-
-    def fill(self, functions: list[NewFunction]) -> None:
-        """Take chunks from around functions that were visited before the session, until there are as many as it keeps."""
-        for function in functions:
-            self.pick_around(function)
-            while len(self._chunks) < self._size and self.update():
-                pass
-
-    def pick_around(self, function: NewFunction) -> None:
-        """Pick what stands around a function that has been written and saved."""
-        for _ in range(2):
-            self.pick(function.path, function.get_lines_around(CHUNK_LINES // 2), replaces=True)
-
-    def update(self) -> bool:
-        """Take one of the queued chunks; return whether there was one."""
-        if self._queued:
-            self._chunks = [*self._chunks[-self._size + 1 :], self._queued.pop(0)]
-            return True
-        return False
-
-    def get_extra(self, around: list[str] | None = None) -> list[dict[str, str]]:
-        """Return the chunks as a request has them, after those were removed that are like the lines around the cursor."""
-        if around is not None:
-            near = self._cut(around)
-            self._chunks = [each for i, each in enumerate(self._chunks) if not i or measure_similarity(each[1], near) <= NEAR]
-        return [{"text": "\n".join(lines) + "\n", "filename": path} for path, lines in self._chunks]
-
-
-def measure_similarity(a: list[str], b: list[str]) -> float:
-    """Return the share of lines that two chunks have in common."""
-    return 2 * sum(line in b for line in a) / (len(a) + len(b))
 
 
 @dataclass(slots=True)
@@ -146,14 +81,7 @@ class Figures:
     cold_tokens: list[int] = field(default_factory=list)
     """Tokens of prompts that were computed: of each function's first request, and of the others."""
     first_tokens: list[int] = field(default_factory=list)
-    asked: int = 0
-    """Keys in the typed part after which a suggestion was asked for."""
-    shown: int = 0
-    """How often one was there before the next key."""
-    accepted_chars: int = 0
-    typed_chars: int = 0
-    cpu_s: float = 0.0
-    """Processor time of the server in the typed part."""
+    typed: TypedFigures = field(default_factory=TypedFigures)
     edit_s: list[float] = field(default_factory=list)
     edit_tokens: list[int] = field(default_factory=list)
 
@@ -212,44 +140,6 @@ async def edit_file(server: ReplayedServer, text: str, name: str, predicted: boo
     server.figures.edit_tokens.append(int(json.loads(answer)["usage"]["completion_tokens"]))
 
 
-def make_body(function: NewFunction, at: int, max_tokens: int, ring: Ring) -> dict[str, Any]:
-    """Return llama.vim's request with the cursor after the first `at` characters of the function's body."""
-    written = function.before + function.body[:at]
-    lines = written.split("\n")
-    return {
-        "input_prefix": "".join(line + "\n" for line in lines[-PREFIX_LINES - 1 : -1]),
-        "prompt": lines[-1],
-        "input_suffix": "\n" + "".join(line + "\n" for line in function.after.split("\n")[:SUFFIX_LINES]),
-        "input_extra": ring.get_extra(lines[-CHUNK_LINES // 2 :] + function.after.split("\n")[: CHUNK_LINES // 2]),
-        "id_slot": 0,
-        "n_predict": max_tokens,
-        "temperature": 0.0,
-        "cache_prompt": True,
-        "stream": True,
-    }
-
-
-async def complete(address: ServerAddress, body: dict[str, Any], times: list[float], computed: list[int] | None = None) -> str:
-    """Return a suggestion; `times` gets the seconds at which each of its pieces came, `computed` the number of the prompt's tokens that
-    were not taken from a cache. Raises OSError for a refusal.
-    """
-    sent, text = time.perf_counter(), ""
-    async with contextlib.aclosing(await Connection.open(address)) as connection:
-        connection.send("/infill", body)
-        status, _ = await connection.read_head()
-        if status != 200:
-            raise OSError(f"/infill answered {status}")
-        async for data in connection.read_events():
-            event = json.loads(data)
-            text += event.get("content", "")
-            times.append(time.perf_counter() - sent)
-            if event.get("stop"):
-                if computed is not None:
-                    computed.append(event["timings"]["prompt_n"])
-                break
-    return text
-
-
 async def warm_up(server: ReplayedServer) -> None:
     """Have the server compute the ring's chunks, as an editor does each time that they change."""
     body = {"id_slot": 0, "input_prefix": "", "input_suffix": "", "input_extra": server.ring.get_extra(), "prompt": "", "n_predict": 0}
@@ -284,7 +174,7 @@ async def wait_for_each(server: ReplayedServer, function: NewFunction, n_request
             await asyncio.sleep(KEY_MEAN_S * len(typed) + think_s * typed.count("\n"))
         times: list[float] = []
         computed = server.figures.first_tokens if n else server.figures.cold_tokens
-        await complete(server.address, make_body(function, at, max_tokens, server.ring), times, computed)
+        await complete(server.address, make_body(function, function.body[:at], server.ring, max_tokens), times, computed)
         if n == 0:
             server.figures.cold_ms.append(times[-1] * 1e3)
         else:
@@ -292,47 +182,16 @@ async def wait_for_each(server: ReplayedServer, function: NewFunction, n_request
             server.figures.last_ms.append(times[-1] * 1e3)
 
 
-def find_accepted(suggestion: str, coming: str) -> int:
-    """Return how many characters of `coming` a writer takes from a suggestion: all of it or its first line, if that is what comes."""
-    whole = suggestion.rstrip()
-    line = whole.split("\n")[0]
-    for text in (whole, line):
-        rest = coming[len(text) :]
-        if text.strip() and coming.startswith(text) and (not rest or rest[0] == "\n" or text is whole):
-            return len(text)
-    return 0
+async def write(server: ReplayedServer, function: NewFunction, args: argparse.Namespace, rng: random.Random) -> None:
+    """Write the beginning of a function's body as a typist would, with the suggestions of a server."""
 
+    async def ask(written: str, limit_ms: int) -> str:
+        body = make_body(function, written, server.ring, args.typed_tokens, limit_ms, cuts=True)
+        return await complete(server.address, body, [])
 
-async def type_body(
-    server: ReplayedServer, function: NewFunction, n_chars: int, max_tokens: int, think_s: float, rng: random.Random
-) -> None:
-    """Write the first `n_chars` of the body as a typist would, with the suggestions of a server."""
-    spread = math.sqrt(math.log(1 + (KEY_DEVIATION_S / KEY_MEAN_S) ** 2))
-    figures, body, at, shown = server.figures, function.body[:n_chars], 0, ""
-    cpu = server.read_cpu_s()
-    while at < len(body):
-        pause = rng.lognormvariate(math.log(KEY_MEAN_S) - spread**2 / 2, spread) + (think_s if body[at - 1 : at] in ("", "\n") else 0)
-        if shown:
-            await asyncio.sleep(pause)
-        else:
-            figures.asked += 1
-            task = asyncio.create_task(complete(server.address, make_body(function, at, max_tokens, server.ring), []))
-            await asyncio.wait([task], timeout=pause)
-            if task.done():
-                shown = task.result()
-                figures.shown += 1
-                await asyncio.sleep(pause / 2)  # it is read
-            else:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        if n := min(find_accepted(shown, function.body[at:]), len(body) - at):
-            figures.accepted_chars += n
-            at, shown = at + n, ""
-        else:
-            shown = shown[1:] if shown.startswith(body[at]) else ""
-            figures.typed_chars += 1
-            at += 1
-    figures.cpu_s += server.read_cpu_s() - cpu
+    cpu_s = server.read_cpu_s()
+    await type_text(Editor(ask, args.cancel), function.body[: args.typed], args.think, rng, server.figures.typed)
+    server.figures.typed.cpu_s += server.read_cpu_s() - cpu_s
 
 
 @dataclass(slots=True)
@@ -389,17 +248,18 @@ def _open_llama_server(spec_type: str, args: argparse.Namespace) -> Iterator[Rep
 
 def summarise(server: ReplayedServer) -> dict[str, Any]:
     """Return a server's figures."""
-    f = server.figures
+    f, typed = server.figures, server.figures.typed
     figures: dict[str, Any] = {
         "cold_s": round(statistics.median(f.cold_ms) / 1e3, 2) if f.cold_ms else None,
         "first_ms": [round(find_quantile(f.first_ms, q)) for q in (0.5, 0.95)] if f.first_ms else None,
         "prompt_tokens": [round(statistics.fmean(each)) for each in (f.cold_tokens, f.first_tokens) if each],
         "last_ms": [round(find_quantile(f.last_ms, q)) for q in (0.5, 0.95)] if f.last_ms else None,
-        "shown": round(f.shown / f.asked, 3) if f.asked else None,
-        "asked": f.asked,
-        "accepted_chars": f.accepted_chars,
-        "typed_chars": f.typed_chars,
-        "cpu_s_per_accepted_char": round(f.cpu_s / f.accepted_chars, 3) if f.accepted_chars else None,
+        "shown": round(typed.shown / typed.asked, 3) if typed.asked else None,
+        "asked": typed.asked,
+        "visible": round(1 - (typed.asked - typed.shown) / typed.keys, 3) if typed.keys else None,
+        "accepted_chars": typed.accepted_chars,
+        "typed_chars": typed.typed_chars,
+        "cpu_s_per_accepted_char": round(typed.cpu_s / typed.accepted_chars, 3) if typed.accepted_chars else None,
     }
     figures |= {"edit_s": f.edit_s, "edit_tokens": f.edit_tokens} if f.edit_s else {}
     return figures | ({"instruction_sets": server.note} if server.note else {})
@@ -425,8 +285,8 @@ async def replay(
             await wait_for_each(server, function, args.requests, args.max_tokens, args.think if args.pauses else None)
             server.ring.pick_around(function)
             if n < len(typed):
-                await fetch(server.address, "/infill", make_body(typed[n], 0, 0, server.ring) | {"stream": False})
-                await type_body(server, typed[n], args.typed, args.max_tokens, args.think, random.Random(f"{args.seed} {n}"))
+                await fetch(server.address, "/infill", make_body(typed[n], "", server.ring, 0) | {"stream": False})
+                await write(server, typed[n], args, random.Random(f"{args.seed} {n}"))
                 server.ring.pick_around(typed[n])
             await asyncio.gather(*server.warm_ups)  # the next server has the machine for itself
             server.warm_ups.clear()
@@ -452,6 +312,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
     parser.add_argument("--pauses", action="store_true", help="between these requests the time passes that typing takes")
     parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed (0: nothing is)")
+    parser.add_argument("--typed-tokens", type=common.parse_positive, default=128, help="of a suggestion while a body is typed, at most")
+    parser.add_argument("--cancel", action="store_true", help="each key cancels the request under way; they have no time limit")
     parser.add_argument("--edits", type=int, default=0, help="whole files that are edited by chat")
     parser.add_argument("--think", type=float, default=2.0, metavar="S", help="seconds before the first key of a line")
     parser.add_argument("--max-tokens", type=common.parse_positive, default=64)
@@ -481,13 +343,28 @@ def main() -> None:
         "last_ms",
         "prompt_tokens",
         "shown",
+        "visible",
         "accepted_chars",
         "typed_chars",
         "cpu_s_per_accepted_char",
         "edit_s",
     ]
     common.print_table(["server", *columns], [[name, *(str(f.get(key)) for key in columns)] for name, f in figures.items()])
-    names = ("functions", "ring", "reading", "requests", "pauses", "typed", "edits", "think", "max_tokens", "threads", "seed")
+    names = (
+        "functions",
+        "ring",
+        "reading",
+        "requests",
+        "pauses",
+        "typed",
+        "typed_tokens",
+        "cancel",
+        "edits",
+        "think",
+        "max_tokens",
+        "threads",
+        "seed",
+    )
     settings = {name: getattr(args, name) for name in names} | {"old": args.old.name, "new": args.new.name}
     document = {"benchmark": "session", "model": Path(args.model).name, "figures": figures, "settings": settings}
     common.print_document(document | common.describe_machine("cpu", args.threads or count_cores()))

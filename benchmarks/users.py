@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks import common
+from benchmarks.editor import KEY_DEVIATION_S, KEY_MEAN_S
 from benchmarks.http_client import find_quantile
-from benchmarks.session import KEY_DEVIATION_S, KEY_MEAN_S
 
 # ms of a pass by its sequences, and of each prompt token: measured on 26 November 2026, later figures are up to 5 % lower
 PASS_ROWS, PASS_MS = (1, 4, 8, 16, 64), (35.5, 37.4, 50.3, 94.6, 370.0)
