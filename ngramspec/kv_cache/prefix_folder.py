@@ -40,6 +40,9 @@ KEPT_TOKENS = 1024
 STATE_GAPS = 8, 64
 REMEMBERED = 8  # the latest requests whose blocks may still have to be written
 BLOCKS_AT_ONCE = 16  # that are handed to the writer before the engine looks for requests again
+# Bytes that may wait for the disk; the rest stays in the pool until then. One that hangs would otherwise fill the memory with copies.
+WAITING_BYTES = 64 << 20
+STALLED_S = 10.0  # without a file written, after which nobody waits for the disk at the end: longer than a sleeping disk takes to wake
 IDLE_S = 0.5  # without a request, until blocks are written
 _DIGEST = 16  # bytes of a checksum
 BLOCK_SUFFIX, STATE_SUFFIX, _PARTIAL = ".kv", ".state", ".part"
@@ -85,6 +88,9 @@ class PrefixFolder:
         self._n_written = 0
         self._remove_stale()
         self._waiting: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
+        self._n_waiting = 0  # bytes, what is being written included
+        self._last_written_s = 0.0
+        self._written = threading.Condition()
         self._writer = threading.Thread(target=self._write_all, name="ngramspec-prefix-writer", daemon=True)
         self._writer.start()
 
@@ -112,42 +118,76 @@ class PrefixFolder:
             os.utime(path)
         return body
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the disk keeps up, so that more can be given to `write`."""
+        return self._n_waiting < WAITING_BYTES
+
     def write(self, name: str, body: bytes) -> None:
         """Have a block or state written."""
         self.known.add(name)
+        with self._written:
+            if not self._n_waiting:
+                self._last_written_s = time.monotonic()
+            self._n_waiting += len(body)
         self._waiting.put((name, body))
 
+    def wait_for_room(self) -> bool:
+        """Wait until more can be given to `write`; return False if the disk has stalled."""
+        return self._wait_until_below(WAITING_BYTES)
+
+    def _wait_until_below(self, n_bytes: int) -> bool:
+        """Wait until fewer bytes wait for the disk; return False if it has written nothing for STALLED_S."""
+        with self._written:
+            while self._n_waiting >= n_bytes:
+                if (left_s := self._last_written_s + STALLED_S - time.monotonic()) <= 0:
+                    return False
+                self._written.wait(left_s)
+        return True
+
     def close(self) -> None:
-        """Return once everything is written."""
+        """Return once everything is written, or the disk has stalled."""
         self._waiting.put(None)
-        self._writer.join()
+        if self._wait_until_below(1):
+            self._writer.join()
+        else:
+            log.warning("%s cannot be written: the disk does not answer; prompts that were to be kept there are lost", self.path)
 
     def _write_all(self) -> None:
         """Write what waits. If the disk is full or the folder has gone, log that once, until a file can be written again."""
         failed = False
         while (job := self._waiting.get()) is not None:
             name, body = job
-            path = self.path / name
-            partial = path.with_suffix(f".{secrets.token_hex(8)}{_PARTIAL}")
             try:
-                if path.exists():  # another process has computed it, too
-                    continue
-                partial.touch(0o600)
-                partial.write_bytes(_compute_checksum(name, body) + body)
-                partial.replace(path)
+                if not (self.path / name).exists():  # another process may have computed it, too
+                    self._write_file(name, body)
+                    failed = False
             except OSError as error:
                 self.known.discard(name)
-                with contextlib.suppress(OSError):
-                    partial.unlink(missing_ok=True)
                 if not failed:
                     log.warning("no prompts are kept for a later start until %s can be written: %s", self.path, error.strerror)
                 failed = True
-                continue
-            failed = False
-            self._n_bytes += _DIGEST + len(body)
-            self._n_written += _DIGEST + len(body)
-            if self._n_bytes > self.max_bytes or self._n_written > RECOUNT * self.max_bytes:
-                self._remove_oldest()
+            with self._written:
+                self._n_waiting -= len(body)
+                self._last_written_s = time.monotonic()
+                self._written.notify_all()
+
+    def _write_file(self, name: str, body: bytes) -> None:
+        """Write a block or state, and keep the folder within its bound. Raises OSError."""
+        path = self.path / name
+        partial = path.with_suffix(f".{secrets.token_hex(8)}{_PARTIAL}")
+        try:
+            partial.touch(0o600)
+            partial.write_bytes(_compute_checksum(name, body) + body)
+            partial.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        self._n_bytes += _DIGEST + len(body)
+        self._n_written += _DIGEST + len(body)
+        if self._n_bytes > self.max_bytes or self._n_written > RECOUNT * self.max_bytes:
+            self._remove_oldest()
 
     def _remove_oldest(self) -> None:
         """Remove the files read or written least recently, of all models, if there is more than the bound, until a tenth of it is free."""
@@ -266,6 +306,8 @@ class PrefixStore:
         """Seconds without a request after which `save_some` has something to do; None if there is nothing."""
         if not self._unsaved:
             return None
+        if not self.folder.has_room:
+            return IDLE_S
         return max(self._last_work_s + IDLE_S - time.monotonic(), 0.0)
 
     def note_work(self) -> None:
@@ -273,11 +315,11 @@ class PrefixStore:
         self._last_work_s = time.monotonic()
 
     def save_some(self) -> None:
-        """Give some blocks to the writer, those of the latest request first."""
+        """Give some blocks to the writer, those of the latest request first, as long as the disk keeps up."""
         left = BLOCKS_AT_ONCE
-        while self._unsaved and left:
+        while self._unsaved and left and self.folder.has_room:
             chain = self._unsaved[-1]
-            while chain and left:
+            while chain and left and self.folder.has_room:
                 digest, name = chain.pop(0)
                 if name not in self.folder.known and (body := self._read_from_pool(digest, name)) is not None:
                     self.folder.write(name, body)
@@ -292,8 +334,8 @@ class PrefixStore:
         return None if block is None else self.pool.read_block(block)
 
     def close(self) -> None:
-        """Write what is left, and return once it is written."""
-        while self._unsaved:
+        """Write what is left, and return once it is written, or the disk has stalled."""
+        while self._unsaved and self.folder.wait_for_room():
             self.save_some()
         self.folder.close()
 

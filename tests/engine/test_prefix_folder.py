@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import shutil
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from fair_time import wait_until
 
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError
+from ngramspec.kv_cache import prefix_folder
 from ngramspec.kv_cache.blocks import BlockHashes
-from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STALE_S, STATE_SUFFIX, PrefixFolder, name_block
+from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STALE_S, STATE_SUFFIX, PrefixFolder, PrefixStore, name_block
 from ngramspec.outputs import BLOCK, Completion
 from ngramspec.sampling_params import SamplingParams
 
@@ -234,6 +237,57 @@ def test_a_folder_that_can_no_longer_be_written_is_told_of_once(tmp_path: Path, 
         engine.complete(LONG, PARAMS)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [str(folder) in warning for warning in warnings] == [True]
+
+
+class FullPool:
+    """A pool that has every block, and counts how many were read."""
+
+    def __init__(self, body: bytes, digests: list[bytes]) -> None:
+        self.body, self.block_of, self.n_read = body, dict.fromkeys(digests, 0), 0
+
+    def read_block(self, block: int) -> bytes:
+        self.n_read += 1
+        return self.body
+
+
+@pytest.fixture
+def hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk on which nothing can be made until the event is set."""
+    answers = threading.Event()
+    monkeypatch.setattr(Path, "touch", lambda *args, original=Path.touch, **options: answers.wait() and original(*args, **options))
+    yield answers
+    answers.set()
+
+
+def make_hanging_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[PrefixStore, Any, list[bytes]]:
+    """A store of which a hundred blocks are to be written; ten of them may wait."""
+    body, digests = bytes(1000), [bytes([n] * 16) for n in range(100)]
+    monkeypatch.setattr(prefix_folder, "WAITING_BYTES", 10 * len(body))
+    pool: Any = FullPool(body, digests)
+    store = PrefixStore(PrefixFolder(tmp_path, "model", len(body), 0, 1 << 20), pool)
+    store.note_request(digests, 0)
+    for _ in digests:
+        store.save_some()
+    return store, pool, digests
+
+
+def test_a_disk_that_hangs_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: threading.Event) -> None:
+    store, pool, digests = make_hanging_store(tmp_path, monkeypatch)
+    assert pool.n_read == 10
+    assert store.idle_after_s, "the engine does not turn round and round until there is room"
+    hangs.set()
+    store.close()
+    assert len(list_files(tmp_path)) == len(digests), "nothing is lost if it goes on"
+
+
+def test_the_end_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prefix_folder, "STALLED_S", 0.05)
+    store, _, _ = make_hanging_store(tmp_path, monkeypatch)
+    assert not hangs.is_set()
+    store.close()
+    assert ["does not answer" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_files_that_cannot_be_removed_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
