@@ -24,12 +24,13 @@ def watch_start(folder: Path, clear: Callable[[], None]) -> Iterator[None]:
 
     Nothing is recorded if the folder cannot be written, or if faulthandler is in use already.
     """
-    crashed = [path for path in _list_records(folder) if path.stat().st_size]
+    crashed = _list_crashes(folder)
     cleared = bool(crashed) and not any(path.name.endswith(".cleared") for path in crashed)
     if cleared:
         clear()
     for path in crashed:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be one that can only be read
+            path.unlink(missing_ok=True)
     record = folder / f"{os.getpid()}-{time.time_ns()}{'.cleared' if cleared else '.start'}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,17 +47,20 @@ def watch_start(folder: Path, clear: Callable[[], None]) -> Iterator[None]:
         finally:
             if ours:
                 faulthandler.disable()
-            record.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                record.unlink(missing_ok=True)
 
 
-def _list_records(folder: Path) -> list[Path]:
-    """Return the files of other starts; remove those that were forgotten."""
-    found = []
+def _list_crashes(folder: Path) -> list[Path]:
+    """Return the records of starts that crashed; remove empty ones that were forgotten."""
+    paths, found = list[Path](), []
     with contextlib.suppress(OSError):
-        for path in [*folder.glob("*.start"), *folder.glob("*.cleared")]:
+        paths = [*folder.glob("*.start"), *folder.glob("*.cleared")]
+    for path in paths:
+        with contextlib.suppress(OSError):  # another process has just removed its own
             status = path.stat()
-            if not status.st_size and time.time() - status.st_mtime > FORGOTTEN_S:
-                path.unlink(missing_ok=True)
-            else:
+            if status.st_size:
                 found.append(path)
+            elif time.time() - status.st_mtime > FORGOTTEN_S:
+                path.unlink(missing_ok=True)
     return found

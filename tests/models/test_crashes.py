@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gguf
@@ -60,6 +62,36 @@ def test_what_a_killed_process_left_is_removed_later(tmp_path: Path) -> None:
 def test_without_a_folder_that_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with watch_start(tmp_path / "file" / "crashes", pytest.fail):
+        pass
+
+
+def test_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a cache in a container's image, which was filled where a start had crashed."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (tmp_path / "1-1.start").write_text("Fatal Python error: Segmentation fault")
+    cleared = []
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
+    with watch_start(tmp_path, lambda: cleared.append(True)):
+        assert cleared == [True]
+
+
+def test_a_start_beside_one_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is gone when it has just been looked at."""
+    for name in ("1-1.start", "2-2.start"):
+        (tmp_path / name).touch()
+
+    def stat_and_lose(path: Path, original: Any = Path.stat) -> os.stat_result:
+        status: os.stat_result = original(path)
+        if path.suffix == ".start":
+            path.unlink()
+        return status
+
+    monkeypatch.setattr(Path, "stat", stat_and_lose)
+    with watch_start(tmp_path, pytest.fail):
         pass
 
 
