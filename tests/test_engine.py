@@ -29,6 +29,7 @@ from test_exact import Oracle, prompts
 from ngramspec.engine import sequence
 from ngramspec.engine.generation import Stream
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.engine.observers import Accepted, Observers
 from ngramspec.errors import CallbackError, EngineClosedError, InvalidInputError, ModelNotFoundError, PromptTooLongError, TokenizerError
 from ngramspec.outputs import Delta
 from ngramspec.sampling_params import SamplingParams
@@ -673,20 +674,33 @@ def test_an_engine_whose_making_is_interrupted_frees_its_model() -> None:
     assert not threads[0].is_alive()
 
 
-def test_a_failure_ends_the_samples_beside_it_and_no_other_request(truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_commit", [False, True])
+def test_a_failure_ends_the_samples_beside_it_and_no_other_request(
+    truth: list[int], monkeypatch: pytest.MonkeyPatch, in_commit: bool
+) -> None:
     """The samples of a request fail together, in the middle of the step that carries them all and others."""
+
+    def check(seq: sequence.Sequence) -> None:
+        if seq.n_prompt == 3 and seq.choice.index == 1 and seq.n_output >= 4:
+            raise RuntimeError("poisoned")
 
     def poison(take: Callable[..., Any]) -> Callable[..., Any]:
         def poisoned(self: sequence.Sequence, *given: Any) -> Any:
-            if self.n_prompt == 3 and self.choice.index == 1 and self.n_output >= 4:
-                raise RuntimeError("poisoned")
+            check(self)
             return take(self, *given)
 
         return poisoned
 
+    def record_poisoned(self: Observers, accepted: Accepted, *given: Any, **states: bool) -> None:
+        check(accepted.seq)
+
     with Engine(tiny.tiny_model("llama"), tokenizer=tiny.byte_tokenizer(), max_seqs=5, max_model_len=120) as engine:
-        for name in ("extend", "append_native"):  # of single steps, and of native ones
-            monkeypatch.setattr(sequence.Sequence, name, poison(getattr(sequence.Sequence, name)))
+        if in_commit:  # after tokens were appended to all
+            monkeypatch.setattr(Observers, "record_sequence", record_poisoned)
+            monkeypatch.setattr(engine.core.native_steps, "run", lambda *_: None)
+        else:
+            for name in ("extend", "append_native"):  # of single steps, and of native ones
+                monkeypatch.setattr(sequence.Sequence, name, poison(getattr(sequence.Sequence, name)))
         for _ in range(3):
             bad = engine.submit([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, n=4, temperature=1.0, seed=1))
             good = engine.submit(PROMPT, LONG)

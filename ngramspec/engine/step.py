@@ -396,18 +396,17 @@ class Core:
         self._commit_kv(accepted, output)
         self.timing.add_tokens(n_tokens)
         self._observers.record_pass(accepted, batch)
+        for each in accepted:
+            try:
+                if each.seq.slot >= 0:
+                    self._observers.record_sequence(each, output, states=self._keeps_hidden_states)
+            except Exception as e:  # ends all sequences of its request: before any of them is finished
+                self._fail(each.seq, e)
         changed, continuing = list[Sequence](), list[Accepted]()
         topk_sequences: list[tuple[int, int, int]] = []
         for each in accepted:
             seq = each.seq
-            if seq.slot < 0:
-                continue
-            try:
-                self._observers.record_sequence(each, output, states=self._keeps_hidden_states)
-            except Exception as e:
-                self._fail(seq, e)
-                continue
-            if not len(each.tokens):
+            if seq.slot < 0 or not len(each.tokens):
                 continue
             seq.tree = None
             changed.append(seq)
