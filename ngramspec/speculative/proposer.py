@@ -352,7 +352,8 @@ class TreeProposer(Speculator):
             return
         batch_of = np.repeat(np.arange(len(slots)), np.diff(path_start))
         R = len(self._nodes.token) // len(self._states)
-        gained = (path >= 0) & (self._nodes.source[slots[batch_of] * R + 1 + path] >= SOURCES.index("similar"))
+        source = self._nodes.source[slots[batch_of] * R + 1 + path]
+        gained = (path >= 0) & (source >= SOURCES.index("similar")) & (source <= len(SOURCES))  # the datastore's number; drafters follow
         self._schedule.record_gains(slots[searched], np.bincount(batch_of[gained], minlength=len(slots))[searched])
 
     def _call_drafter(self, d: int, what: str, *args: object) -> object:

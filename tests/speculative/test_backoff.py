@@ -1,10 +1,13 @@
 """Drafters that do not pay for their time rest; those that do are asked in every step."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_store
 
+from ngramspec.datastore.reader import Datastore
 from ngramspec.speculative import Candidates, TreeProposer
 from ngramspec.speculative import proposer as proposer_module
 from ngramspec.speculative.budget.backoff import MAX_TIME_SHARE, WINDOW, DrafterBackoff
@@ -84,3 +87,25 @@ def test_a_drafter_is_asked_while_it_pays(token: int, pass_ms: float, always: bo
         proposer.observe(slots, [np.array([1, 10 + step], np.int32)], [path])
     assert (drafter.n == 300) == always
     assert always or drafter.n < 100
+
+
+def test_what_another_drafter_brings_does_not_keep_a_datastore_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_store.write_store(tmp_path, [[[900, 901, 902]]], 1000)
+    drafter, n_accepted, searches = Slow(0), 0, list[int]()
+    monkeypatch.setattr(proposer_module, "time", SimpleNamespace(perf_counter=lambda: drafter.clock_s))
+    proposer = TreeProposer(DraftOptions(vocab_size=1000, max_seqs=1), drafters=[drafter], weights=make_cold_weights())
+    proposer.use_datastores({"store": Datastore.open(tmp_path)}, ())
+    assert proposer.datastore is not None
+    proposer.datastore.wait_until_loaded()
+    search, slots = proposer.datastore.propose, np.zeros(1, np.int32)
+    monkeypatch.setattr(proposer.datastore, "propose", lambda slots: searches.append(1) or search(slots))
+    text = np.random.default_rng(0).permutation(800).astype(np.int32)
+    proposer.begin(0, text[:8])
+    for i in range(8, 408):
+        drafter.token = int(text[i])
+        (tree,) = proposer.propose(slots, np.ones(1, np.int32), np.full(64, 100.0), 1, 8)
+        path = np.flatnonzero(tree.tokens == text[i]).astype(np.int32)
+        n_accepted += len(path)
+        proposer.observe(slots, [text[i : i + 1]], [path])
+    assert n_accepted > 380
+    assert len(searches) < 100
