@@ -11,7 +11,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -254,10 +254,9 @@ class Datastore:
         return snapshot, stamp
 
     def close(self) -> None:
-        """Let go of the files; they are unmapped once no snapshot is held elsewhere."""
-        snapshot = self.snapshot
-        empty = Manifest(**{name: getattr(snapshot.manifest, name) for name in Manifest.__slots__} | {"segments": ()})
-        self._snapshot = Snapshot(empty, (), snapshot.line_ends)
+        """Let go of the files, if `release` has not; they are unmapped once no snapshot is held elsewhere."""
+        if (snapshot := self._snapshot) is not None:
+            self._snapshot = Snapshot(replace(snapshot.manifest, segments=()), (), snapshot.line_ends)
 
     def __enter__(self) -> Datastore:
         return self

@@ -103,6 +103,7 @@ def test_a_store_that_was_deleted_while_it_was_closed(folder: Path, tmp_path: Pa
         begin(drafter, 0, "gone", "3")
         assert find(drafter, 0) == {"3"}
     assert len([record for record in caplog.records if "gone" in record.getMessage()]) == 1
+    gone.close()  # opens nothing
 
 
 def test_an_open_store_that_is_replaced(drafter: DatastoreDrafter, folder: Path) -> None:
