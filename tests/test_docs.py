@@ -269,6 +269,13 @@ def test_files_and_modules_exist(document: Path) -> None:
             assert importlib.util.find_spec(name) is not None, f"there is no module {name}"
 
 
+def test_functions_of_contributing_are_in_the_files_beside_them() -> None:
+    for item in re.split(r"\n\n|\n(?=- )", prose(ROOT / "CONTRIBUTING.md")):
+        files = [ROOT / path for path in re.findall(r"`((?:ngramspec|datastore|tests)/[\w/]+\.py)`", item)]
+        for name in re.findall(r"`(_?[a-z]+_[a-z_]+|_?[A-Z]+_[A-Z_]+)`", item) if files else ():
+            assert any(re.search(rf"\b{name}\b", path.read_text("utf-8")) for path in files), f"{name} is in none of {files}"
+
+
 def test_the_readme_is_read_in_five_minutes() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MOST_LINES
 
