@@ -193,7 +193,7 @@ class Matcher:
         self._buffers[col.ALLOWED][slot] = np.array([stores >> i & 1 for i in range(len(self.snapshots))], np.uint8)[self._stores]
 
     def end(self, slot: int) -> None:
-        """Return the sequence is over."""
+        """End the sequence in this slot."""
         self._buffers[col.STATE][slot] = 0
 
     def propose(self, slots: np.ndarray, contexts: np.ndarray, fresh: np.ndarray) -> Trees:
@@ -286,7 +286,7 @@ def _in_range(work, slot):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _measure_context(work, query):
-    """Return tokens of a context: up to the padding, or to an id that the vocabulary does not have."""
+    """Return how many tokens a context has: up to the padding, or to an id that the vocabulary does not have."""
     n = np.int64(0)
     while n < work[col.MAX_MATCH] and load_i32(query + 4 * n) >= 0 and load_i32(query + 4 * n) < work[col.IDS]:
         n += 1

@@ -1,10 +1,10 @@
 """Trace what transformers computes, layer by layer, so that a backend that replaces its modules can be compared.
 
 `kinds_of_layers` finds the layers that differ in more than their weights, `texts_to_compare` the positions at which a model may behave
-differently, `trace` records the inputs and outputs of layers and their parts in one pass, and `difference` compares two traces. In a
-replayed trace every layer and part gets the input that the first trace recorded, so that rounding does not accumulate and a router of
-experts decides on the same numbers. `Reference` is transformers' model with float32 weights in one layer at a time. The module does not
-know how the other side computes.
+differently, `trace` records the inputs and outputs of layers and their parts in one pass, and `measure_difference` compares two traces.
+In a replayed trace every layer and part gets the input that the first trace recorded, so that rounding does not accumulate and a router
+of experts decides on the same numbers. `Reference` is transformers' model with float32 weights in one layer at a time. The module does
+not know how the other side computes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_request(facts: dict[str, Any]) -> None:
-    """Log a request. `facts`: id, method, route, status, duration_ms, and what `admission` added."""
+    """Log a request. `facts`: id, method, route, status, duration_ms, and what `queue` and the middleware have added."""
     more = " ".join(
         f"{name}={value}" for name, value in facts.items() if name not in ("event", "method", "route", "status") and value != ""
     )

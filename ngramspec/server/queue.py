@@ -210,9 +210,9 @@ class AdmissionQueue:
                     ended.exception()  # looked at, so that asyncio does not complain of it
 
     def stream(self, reservation: Reservation, http: Request, inputs: Sequence[EngineInput]) -> AsyncIterator[Piece]:
-        """Run, and hand out (number of the work, delta) as they come. What is wrong with the works raises here, before anything is sent.
+        """Run, and hand out (number of the input, delta) as they come. What is wrong with the inputs raises here, before anything is sent.
 
-        The last delta of each work carries its completion. With `pad_stream` every delta holds one token of each text, at an even rate.
+        The last delta of each input carries its completion. With `pad_stream` every delta holds one token of each text, at an even rate.
         """
         if self.settings.pad_stream:
             pacer = Pacer(len(inputs), self._interval_s)

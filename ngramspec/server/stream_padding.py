@@ -14,11 +14,11 @@ from ngramspec.outputs import Completion, Delta
 
 
 class Pacer:
-    """The deltas of `n_works` prompts on their way to one client. Used in the event loop's thread."""
+    """The deltas of `n_inputs` prompts on their way to one client. Used in the event loop's thread."""
 
-    def __init__(self, n_works: int, interval_s: float, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    def __init__(self, n_inputs: int, interval_s: float, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self.interval_s, self._sleep = interval_s, sleep
-        self._unfinished = n_works
+        self._unfinished = n_inputs
         self._texts: dict[tuple[int, int], deque[Delta]] = {}
         self._completions: dict[int, Completion] = {}
         self._error: Exception | None = None
@@ -35,14 +35,14 @@ class Pacer:
         self._texts.setdefault((index, what.index), deque()).extend(single_tokens(what))
 
     async def read(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(number of the work, delta of one token). The last of each work carries its completion. Raises the error that was put."""
+        """Yield (number of the input, delta of one token). The last of each input carries its completion. Raises the error that was put."""
         await self._begun.wait()
         while True:
             for (index, _), waiting in list(self._texts.items()):
                 if not waiting:
                     continue
                 delta = waiting.popleft()
-                if index in self._completions and not any(rest for (work, _), rest in self._texts.items() if work == index):
+                if index in self._completions and not any(rest for (other, _), rest in self._texts.items() if other == index):
                     delta.completion = self._completions.pop(index)
                 yield index, delta
             if not any(self._texts.values()):

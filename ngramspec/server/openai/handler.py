@@ -346,7 +346,7 @@ def _read_finite(number: str) -> float | None:
 
 
 async def hold_until_done(pieces: AsyncIterator[PromptProgress | Piece]) -> AsyncIterator[PromptProgress | Piece]:
-    """Yield each work's deltas only when it has ended, for what is not known before."""
+    """Yield the deltas of each input only when it has ended, for what is not known before."""
     waiting: dict[int, list[Delta]] = {}
     async for piece in pieces:
         if isinstance(piece, PromptProgress):

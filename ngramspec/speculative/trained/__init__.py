@@ -1,1 +1,1 @@
-"""Drafters that are models themselves: a smaller draft model, and what drafters that write token by token share."""
+"""Drafters that compute with a model: a smaller one, the first layers of the target, or the target's own head for further tokens."""

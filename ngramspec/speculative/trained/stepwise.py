@@ -1,7 +1,7 @@
 """Drafts that are computed token by token with a model: the loop over levels, for all sequences at once.
 
-From committed tokens to candidate trees: chains that begin behind the last token. What runs a pass, and which keys and values are
-there already, is for the drafters to say (`model`, `layers`).
+From committed tokens to candidate trees: chains that begin after the last token. What runs a pass, and which keys and values are
+there already, is for the drafters to say (`draft_model`, `draft_layers`).
 """
 
 from __future__ import annotations
