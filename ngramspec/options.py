@@ -183,7 +183,8 @@ def option(default: Any, kind: Kind, meaning: str, **more: Any) -> Any:
 
 
 @cache
-def _collect_options(settings: Any) -> dict[str, Option]:
+def options_of(settings: Any) -> dict[str, Option]:
+    """Return the options of a dataclass by name, in its order."""
     found = {}
     for field in dataclasses.fields(settings):
         default = field.default_factory() if callable(field.default_factory) else field.default
@@ -191,12 +192,7 @@ def _collect_options(settings: Any) -> dict[str, Option]:
     return found
 
 
-def options_of(settings: type) -> dict[str, Option]:
-    """Return the options of a dataclass by name, in its order."""
-    return _collect_options(settings)
-
-
 def check(settings: Any) -> None:
     """Check every field of a dataclass of settings against its option. Raises InvalidInputError for the first that is out of bounds."""
-    for name, each in options_of(type(settings)).items():
+    for name, each in options_of(settings.__class__).items():
         each.check(getattr(settings, name))

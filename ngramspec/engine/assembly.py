@@ -29,6 +29,7 @@ from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir, expand_home
 from ngramspec.datastore.garbage import pause_collector
 from ngramspec.engine import background_compiler
+from ngramspec.engine.background_compiler import Progress
 from ngramspec.errors import InvalidInputError, MissingPackageError
 from ngramspec.kv_cache.prefix_folder import PrefixFolder, PrefixStore, make_root
 from ngramspec.models import crashes, start_cache
@@ -53,7 +54,6 @@ if TYPE_CHECKING:  # a start that has all it needs waits neither for torch nor f
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
 _TRIAL = b"trial"  # hash of the block by which a model is told from others: no request's has this length
 CPU_ROWS = 128  # of a pass: with more a prompt takes as long (benchmarks/NOTES.md), and what comes or is cancelled meanwhile waits longer
 LEARNED = 500  # steps after which the curve that they taught is kept for later starts, beside the one that was measured
@@ -136,9 +136,9 @@ def bind(
     config: EngineConfig,
     device: DeviceConfig,
     progress: Progress,
-    needs_modules: bool = False,
-    on_compiling: Callable[[background_compiler.BackgroundCompiler], None] = lambda _: None,
-    check_stores: Callable[[Any, str], None] = lambda *_: None,
+    needs_modules: bool,
+    on_compiling: Callable[[background_compiler.BackgroundCompiler], None],
+    check_stores: Callable[[Any, str], None],
 ) -> BoundModel:
     """Load a model, bind it and measure it, in the thread that is to run it.
 
@@ -337,9 +337,9 @@ def _make_runner(start: _Start, loaded: LoadedModel, longest: int) -> Runner:
     if device.device == "cpu":
         from ngramspec.backends.cpu.runner import CpuRunner
         from ngramspec.models.loader import OpenModel
-        from ngramspec.models.parameters import make_params_source
+        from ngramspec.models.parameters import ParamsSource
 
-        source = loaded.source if isinstance(loaded, OpenModel) else make_params_source(loaded.model)
+        source = loaded.source if isinstance(loaded, OpenModel) else ParamsSource(loaded.model)
         cpu_options = _make_cpu_options(start, longest)
         check_memory(count_packed_bytes(source, cpu_options.plain), "cpu", loaded.name)
         start.wait_for_code(*background_compiler.LOADING)

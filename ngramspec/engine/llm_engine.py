@@ -21,8 +21,7 @@ from ngramspec.config import EngineConfig
 from ngramspec.datastore.reader import Datastore
 from ngramspec.engine import assembly, native_steps
 from ngramspec.engine.acceptance import Acceptance, make_acceptance
-from ngramspec.engine.assembly import Progress
-from ngramspec.engine.background_compiler import DRAFTING, SAMPLING, STAGES, BackgroundCompiler, warm_up
+from ngramspec.engine.background_compiler import DRAFTING, SAMPLING, STAGES, BackgroundCompiler, Progress, warm_up
 from ngramspec.engine.generation import GenerationMethods
 from ngramspec.engine.input_processor import InputProcessor
 from ngramspec.engine.request import BeamControl, Deliver, Hints, PromptOptions, Request, merge_params, split_options

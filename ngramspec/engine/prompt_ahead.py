@@ -26,9 +26,8 @@ LEAST_ROOM = 3  # times its length that the pool must hold, so that a prompt doe
 class PromptAhead:
     """The prompts that are expected after the latest request. Not thread-safe: `step` calls it between passes."""
 
-    def __init__(self, runner: Runner, max_rows: int) -> None:
-        """Compute in passes of up to `max_rows` rows."""
-        self._runner, self._max_rows = runner, max_rows
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._prompts: Iterator[Sequence[int]] | None = None
         self._salt = ""
         self._current: tuple[np.ndarray, BlockHashes] | None = None
@@ -73,7 +72,7 @@ class PromptAhead:
             return False
         n_known = next((i for i, digest in enumerate(names) if digest not in pool.block_of), len(names))
         n_rows = cost.count_rows(MOST_MS, Load(1, keys=BLOCK * n_known))
-        n_rows = min(max(n_rows, LEAST_ROWS), self._max_rows)
+        n_rows = min(max(n_rows, LEAST_ROWS), self._runner.max_rows)
         if pool.admit(slot, names[:n_known], min(BLOCK * n_known + BLOCK - 1 + n_rows, end)) < 0:
             return False
         try:

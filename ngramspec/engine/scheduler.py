@@ -48,11 +48,14 @@ class Scheduler:
         """Whether drafters that keep KV of their own have room for new sequences of these lengths; None: there are no such drafters."""
         self.admits = True
         """Whether new sequences may join those that run: not until a pass fits into memory again."""
-        self.has_work = False
-        """Whether a sequence waits or runs."""
         self.n_preempted = 0
         self.prefix_queries, self.prefix_hits, self.cached_tokens = 0, 0, 0
         """Tokens looked up in the prefix cache; tokens found there; tokens found there for new sequences."""
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a sequence waits or runs."""
+        return bool(self.waiting or self.running)
 
     def halve_rows(self, n_rows: int) -> bool:
         """Limit passes to half of `n_rows`, which were too many. False if that is less than a row for every sequence."""
@@ -63,12 +66,10 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
-        self.has_work = True
 
     def remove(self, seq: Sequence) -> int:
         """Remove a sequence that has ended or is cancelled and free its blocks. Returns the slot it had, or -1."""
         (self.waiting if seq.slot < 0 else self.running).remove(seq)
-        self.has_work = bool(self.waiting or self.running)
         return -1 if seq.slot < 0 else self._release(seq)
 
     def _release(self, seq: Sequence) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from ngramspec.backends.base import Output, Runner, is_out_of_memory
 from ngramspec.datastore.reader import Datastore
 from ngramspec.datastore.similar_files import VectorIndex
-from ngramspec.engine.acceptance import Acceptance, ExactMatch
+from ngramspec.engine.acceptance import Acceptance
 from ngramspec.engine.native_steps import NativeSteps
 from ngramspec.engine.observers import Accepted, Observers
 from ngramspec.engine.prompt_ahead import PromptAhead
@@ -49,13 +49,12 @@ class Core:
         speculator: Speculator,
         cost: CostModel,
         on_error: Callable[[Sequence, Exception], None],
-        acceptance: Acceptance | None = None,
+        acceptance: Acceptance,
     ) -> None:
         """Take the parts of an engine. `on_error` is called with a sequence that failed alone; the others go on."""
-        self.runner, self.timing, self.on_error = runner, StepTimer(cost), on_error
-        self.acceptance = acceptance or ExactMatch()
+        self.runner, self.timing, self.on_error, self.acceptance = runner, StepTimer(cost), on_error, acceptance
         self.scheduler = Scheduler(runner.pool, runner.max_rows)
-        self.ahead = PromptAhead(runner, runner.max_rows)
+        self.ahead = PromptAhead(runner)
         self.n_passes = 0
         self._max_rows = sys.maxsize  # of a pass with drafts; less once one did not fit into memory
         self.drafts_forced_tokens = True
@@ -295,13 +294,11 @@ class Core:
         for each in rows:
             each.seq.tree = None
         sampling = [each.seq for each in rows if each.samples]
-        # the deepest useful node: one more token always comes from the model itself
-        depths = np.array([seq.max_depth for seq in sampling], np.int32)
-        seqs = [seq for seq, depth in zip(sampling, depths.tolist(), strict=True) if depth > 0]
+        seqs = [seq for seq in sampling if seq.max_depth > 0]
         self._n_drafting, self._speculates = 0, bool(seqs) and not self.is_compiling_drafts
         if not self._speculates:
             return
-        slots, depths = np.array([seq.slot for seq in seqs], np.int32), depths[depths > 0]
+        slots, depths = np.array([(seq.slot, seq.max_depth) for seq in seqs], np.int32).T.copy()
         base, keys = sum(each.n_rows for each in rows), sum(each.seq.n_tokens for each in rows)
         plain = self.timing.should_probe()
         for b, seq in enumerate(seqs):

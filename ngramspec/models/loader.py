@@ -48,7 +48,7 @@ from ngramspec.models import (
 from ngramspec.models.gated_heads import add_gates
 from ngramspec.models.memory import check_memory
 from ngramspec.models.names import HUB_MODEL, HUB_TOKENIZER, download, resolve
-from ngramspec.models.parameters import fill, make_params_source
+from ngramspec.models.parameters import ParamsSource, fill
 from ngramspec.models.random_weights import empty_model, is_decoder, make_config, parameter_bytes
 from ngramspec.models.shapes import PREFIX as RANDOM
 from ngramspec.models.shapes import read_shape
@@ -201,7 +201,7 @@ def _open(
     with silence_transformers(), contextlib.ExitStack() as stack:
         if spec.startswith(RANDOM):
             model = _random_model(spec, dtype, device, progress)
-            return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), make_params_source(model))
+            return OpenModel(model, tokenizer, spec, eos_token_ids(model, tokenizer), ParamsSource(model))
         path = folder or resolve(spec)
         if isinstance(path, str):
             path = download(path, HUB_MODEL, progress)
@@ -244,7 +244,7 @@ def _open(
             check_memory(_weight_bytes(tensors, quantised is not None, dtype), device, spec)
             progress(f"loading {spec}: weights")
             model = _read_weights(folder, dtype, device, spec, config if is_part else None)
-            source = make_params_source(model)
+            source = ParamsSource(model)
         elif (folder / "generation_config.json").is_file():
             model.generation_config = _read_generation_config(folder, spec)
         ends = start_cache.read_end_token_ids(folder, given) if file else eos_token_ids(model, tokenizer)

@@ -31,7 +31,10 @@ class MemoryTensor(StoredTensor):
 
 
 class ParamsSource(TensorSource):
-    """Source of the parameters, and of the vectors saved with them, that a model has in memory, as they are when they are read."""
+    """Source of the parameters, and of the vectors saved with them, that a model has in memory, as they are when they are read.
+
+    Reading one that is not float32, float16 or bfloat16 raises UnsupportedModelError.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -52,11 +55,6 @@ class ParamsSource(TensorSource):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-
-def make_params_source(model: PreTrainedModel) -> TensorSource:
-    """Make a source of a model's parameters. Reading one that is not float32, float16 or bfloat16 raises UnsupportedModelError."""
-    return ParamsSource(model)
 
 
 @torch.no_grad()

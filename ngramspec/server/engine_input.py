@@ -105,7 +105,7 @@ def cut_prompt(ids: list[int], n: int | None, *, room: int, side: str | None) ->
 class RequestLimits:
     """The most that a request may ask the engine for."""
 
-    def __init__(self, limits: Limits, max_model_len: int, vocab_size: int, fewest_tokens: Callable[[str], int] = lambda text: 0) -> None:
+    def __init__(self, limits: Limits, max_model_len: int, vocab_size: int, fewest_tokens: Callable[[str], int]) -> None:
         """Take the limits of a server and of its model. `fewest_tokens(text)`: a number of tokens that the text has at least."""
         self.limits, self.max_model_len, self.vocab_size = limits, max_model_len, vocab_size
         self.max_prompt = min(max_model_len - 1, max_model_len if limits.prompt_tokens is None else limits.prompt_tokens)

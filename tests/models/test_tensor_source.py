@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from ngramspec.errors import InvalidInputError, ModelNotFoundError, UnsupportedModelError
 from ngramspec.models.loader import load_model, open_model
-from ngramspec.models.parameters import MemoryTensor, fill, make_params_source
+from ngramspec.models.parameters import MemoryTensor, ParamsSource, fill
 from ngramspec.models.q8_blocks import quantise_rows
 from ngramspec.models.tensor_source import KINDS, ComputedTensor, Q8Tensor, dequantise, interleaved_rows, row_bytes
 
@@ -138,7 +138,7 @@ def test_rows_are_read_by_several_threads(tmp_path: Path) -> None:
 
 def test_parameters_in_memory() -> None:
     model = tiny.tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
-    source = make_params_source(model)
+    source = ParamsSource(model)
     assert source.n_bytes == sum(p.numel() * 2 for p in model.parameters())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert isinstance(source[name], MemoryTensor)
@@ -146,7 +146,7 @@ def test_parameters_in_memory() -> None:
         assert torch.equal(torch.from_numpy(source[name].float32()), parameter.float())
     model.lm_head.weight = torch.nn.Parameter(torch.zeros((3, 4), dtype=torch.int8), requires_grad=False)
     with pytest.raises(UnsupportedModelError, match=r"lm_head.weight is int8; accepted: float32, float16, bfloat16"):
-        make_params_source(model)["lm_head.weight"]
+        ParamsSource(model)["lm_head.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -42,7 +42,7 @@ from ngramspec.models import latent_weights
 from ngramspec.models import masks as model_attention
 from ngramspec.models.gated_heads import add_gates
 from ngramspec.models.long_rope import fix_angles
-from ngramspec.models.parameters import make_params_source
+from ngramspec.models.parameters import ParamsSource
 from ngramspec.models.reference import (
     FAILURES,
     TEXT,
@@ -88,7 +88,7 @@ class CpuRunner(LlamaRunner):
         latent_weights.check_sizes(model)
         suitable_lengths = fix_angles(model, options.longest or options.max_len)
         in_memory = not any(p.is_meta for p in model.parameters())
-        source = add_gates(latent_weights.add_heads(source or make_params_source(model), model), model)
+        source = add_gates(latent_weights.add_heads(source or ParamsSource(model), model), model)
         if in_memory and {p.dtype for p in model.parameters()} != {torch.float32}:
             found = sorted(str(p.dtype) for p in model.parameters())[0]
             raise UnsupportedModelError(f"{type(model).__name__}: weights must be float32 on the CPU, got {found}")

@@ -21,6 +21,8 @@ from ngramspec.speculative.budget.marginal_cost import compute_lower_hull
 # Chosen on the simulated devices of tests/speculative/test_step_timer.py, which are wrong at first, drift and are disturbed; checked by
 # tests/speculative/test_cost_model.py.
 
+# Tokens of the sequence in the steps that are measured (`backends.base.Runner.measure`): what attention reads in them is in the curve.
+KEYS = 256
 # Share of a step's time: one standard deviation of single steps.
 NOISE = 0.06
 # Standard deviations of the measured curve, as shares of it: of all of it, and of each knot by itself; and the doublings of rows over which
@@ -76,14 +78,13 @@ class CostModel:
     """
 
     def __init__(
-        self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, keys: int = 256, learned: Sequence[float] = (),
-        convex: bool = True,
-    ) -> None:  # fmt: skip
-        """Begin with `times_ms` of steps with `counts` rows of one sequence of `keys` tokens. Disturbed measurements took longer, so the
+        self, counts: Sequence[int], times_ms: Sequence[float], max_rows: int, learned: Sequence[float] = (), convex: bool = True
+    ) -> None:
+        """Begin with `times_ms` of steps with `counts` rows of one sequence of KEYS tokens. Disturbed measurements took longer, so the
         curve begins as the greatest one below that rises, and if `convex` is convex. `learned`: what an earlier model had learned.
         """
         self.counts = np.array(counts, np.float64)
-        self.max_rows, self.keys, self.n_seen = max_rows, keys, 0
+        self.max_rows, self.n_seen = max_rows, 0
         self._convex = convex
         rising = np.minimum.accumulate(np.array(times_ms, np.float64)[::-1])[::-1]
         self._shape = compute_lower_hull.py_func(self.counts, rising) if convex else rising
@@ -155,7 +156,7 @@ class CostModel:
         }
 
     def _get_factors(self, load: Load) -> tuple[float, float, float]:
-        return float(load.n_seqs - 1), float(load.n_drafting), (load.keys - self.keys) / 1000 if load.keys else 0.0
+        return float(load.n_seqs - 1), float(load.n_drafting), (load.keys - KEYS) / 1000 if load.keys else 0.0
 
     def _get_extra_ms(self, load: Load) -> float:
         """Return the milliseconds beside the curve's."""

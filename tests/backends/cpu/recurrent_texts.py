@@ -21,7 +21,7 @@ from ngramspec.backends.cpu.runner import CpuRunner
 from ngramspec.backends.cpu.weight_map import WeightMap
 from ngramspec.backends.cpu.weight_map_check import check_weight_map
 from ngramspec.models.loader import load_model
-from ngramspec.models.parameters import make_params_source
+from ngramspec.models.parameters import ParamsSource
 from ngramspec.models.tensor_source import TensorSource
 
 PROMPT = [7, 8, 9, 10] * 5
@@ -96,7 +96,7 @@ def check_own_text_is_kept(model: Any, prediction: bool) -> None:
 
 def read_checked_map(model: PreTrainedModel) -> tuple[WeightMap, TensorSource]:
     """Return the weight map of a model and its weights: the map must be the same after a cache, and fit the weights."""
-    source = make_params_source(copy.deepcopy(model))  # a runner takes its weights
+    source = ParamsSource(copy.deepcopy(model))  # a runner takes its weights
     found = CpuRunner(model, CpuOptions(max_len=64, max_seqs=2, max_rows=16, kv_bytes=1 << 22)).weight_map
     assert found is not None
     again = WeightMap.from_json(json.loads(json.dumps(found.to_json())))
