@@ -72,6 +72,13 @@ def test_a_rare_gain_that_is_worth_the_question_keeps_it() -> None:
     assert asked > 3000
 
 
+def test_an_answer_counts_once_though_passes_without_drafts_follow() -> None:
+    schedule = begun()
+    assert schedule.choose_slots(SLOTS, ALL) is not None
+    schedule.record_gains(SLOTS, np.zeros(4, int))
+    assert schedule.get_searched(SLOTS) is None
+
+
 def test_what_is_not_wanted_is_not_asked() -> None:
     schedule = begun()
     assert schedule.choose_slots(SLOTS, ~ALL) is None

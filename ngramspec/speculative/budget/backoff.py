@@ -174,11 +174,12 @@ class DatastoreSchedule:
         return 1 if self._due.any() else int(self._period.min())
 
     def get_searched(self, slots: np.ndarray) -> np.ndarray | None:
-        """Return which of the slots [B] the last step searched for: [B] bool, or None for none of them."""
+        """Return which of the slots [B] the last step searched for, if that is not recorded yet: [B] bool, or None for none of them."""
         return None if self._searched is None else np.isin(slots, self._searched)
 
     def record_gains(self, slots: np.ndarray, gained: np.ndarray) -> None:
-        """Record how many accepted tokens [B] the search for these slots [B] brought."""
+        """Record how many accepted tokens [B] the last search, for these slots [B], brought."""
+        self._searched = None
         self._gained[slots] += gained
         self._n_searches[slots] += 1
         self._all_gained = self._all_gained * _PRIOR_DECAY ** len(slots) + float(gained.sum())
