@@ -109,9 +109,12 @@ def make_router(state: ServerState) -> APIRouter:
     @routes.get("/datastores")
     async def list_datastores(_: Administrator) -> DatastoreList:
         """List the datastores in use."""
-        return await asyncio.to_thread(
-            lambda: DatastoreList(datastores=[_describe_datastore(name, store) for name, store in engine.datastores.items()])
-        )
+
+        def describe() -> DatastoreList:
+            with _as_api_errors("name"):  # one that is not open may be gone
+                return DatastoreList(datastores=[_describe_datastore(name, store) for name, store in engine.datastores.items()])
+
+        return await asyncio.to_thread(describe)
 
     @routes.put("/datastores/{name}")
     async def put_datastore(name: Name, folder: Folder, _: Administrator) -> DatastoreInfo:

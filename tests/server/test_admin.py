@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,16 @@ def test_what_is_no_datastore_of_this_model(client: httpx.Client, store: Path, t
     (store / "MANIFEST").write_text(manifest[: len(manifest) // 2])
     assert put(client, "code", store).json()["error"]["code"] == "datastore_error"
     assert client.get("/admin/datastores").json() == {"datastores": []}
+
+
+def test_a_store_that_was_let_go_of_and_is_gone(own: Engine, client: httpx.Client, store: Path) -> None:
+    put(client, "code", store)
+    own.datastores["code"].release()  # as those are that more than MAX_STORES are open beside
+    shutil.rmtree(store)
+    listed = client.get("/admin/datastores")
+    assert (listed.status_code, listed.json()["error"]["code"]) == (400, "datastore_error")
+    assert str(store) in listed.json()["error"]["message"]
+    assert client.delete("/admin/datastores/code").status_code == 200
 
 
 def test_a_store_that_somebody_else_writes(client: httpx.Client, store: Path) -> None:
