@@ -123,13 +123,11 @@ class IgnoreRules:
 
     def _add_pattern(self, glob: bytes, others: list[tuple[int, bytes]]) -> None:
         """Compile one line. `others` gets its number and what matches its last component, unless that is a plain name."""
-        if self._fold:
-            glob = glob.lower()
         negative = glob.startswith(b"!")
         glob = glob[negative:]
         folders_only = glob.endswith(b"/")
         glob = glob[: len(glob) - folders_only]
-        if not glob or len(glob) > MAX_PATTERN or (tokens := _split_tokens(glob)) is None:
+        if not glob or len(glob) > MAX_PATTERN or (tokens := _split_tokens(glob, self._fold)) is None:
             return
         groups = _compile_path(tokens[1:] if glob.startswith(b"/") else tokens) if b"/" in glob else ()
         last = _split_at(_SLASH, tokens)[-1]
@@ -151,15 +149,18 @@ def _trim_blanks(line: bytes) -> bytes:
     return line[: len(bare) + 1] if escaped and len(bare) < len(line) else bare
 
 
-def _split_tokens(glob: bytes) -> list[bytes] | None:
-    """Return one token per byte that is matched, `*` and `/`; None where git's matcher gives the pattern up: it matches nothing."""
+def _split_tokens(glob: bytes, fold: bool) -> list[bytes] | None:
+    """Return one token per byte that is matched, `*` and `/`; None where git's matcher gives the pattern up: it matches nothing.
+
+    With `fold` paths come in small letters. Git folds a pattern's plain bytes too, but none behind a backslash or in brackets.
+    """
     tokens: list[bytes] = []
     at = 0
     while at < len(glob):
         byte = glob[at : at + 1]
         at += 1
         if byte == b"[":
-            parsed = _parse_class(glob, at)
+            parsed = _parse_class(glob, at, fold)
             if parsed is None:
                 return None
             token, at = parsed
@@ -174,11 +175,11 @@ def _split_tokens(glob: bytes) -> list[bytes] | None:
         elif byte == b"?":
             tokens.append(_ANY_BYTE)
         else:
-            tokens.append(byte if byte in (_STAR, _SLASH) else re.escape(byte))
+            tokens.append(byte if byte in (_STAR, _SLASH) else re.escape(byte.lower() if fold else byte))
     return tokens
 
 
-def _parse_class(glob: bytes, at: int) -> tuple[bytes, int] | None:
+def _parse_class(glob: bytes, at: int, fold: bool) -> tuple[bytes, int] | None:
     """Parse a bracket expression whose inside begins at `at` -> (its token, where it ends).
 
     None if it does not end, or names no known class.
@@ -197,7 +198,8 @@ def _parse_class(glob: bytes, at: int) -> tuple[bytes, int] | None:
             at += 1 + (glob[at + 1] == ord("\\"))
             if at >= len(glob):
                 return None
-            members.update(range(before, glob[at] + 1))
+            span = range(before, glob[at] + 1)
+            members.update(span, (ord(letter.lower()) for letter in string.ascii_uppercase if fold and ord(letter) in span))
             before = None
         elif byte == ord("[") and glob[at + 1 : at + 2] == b":":
             end = glob.find(b"]", at + 2)
@@ -210,7 +212,7 @@ def _parse_class(glob: bytes, at: int) -> tuple[bytes, int] | None:
                 named = _CLASSES.get(glob[at + 2 : end - 1])
                 if named is None:
                     return None
-                members.update(named)
+                members.update(named, named.lower() if fold else b"")
                 before, at = None, end
         else:
             if byte == ord("\\"):

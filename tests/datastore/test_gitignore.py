@@ -55,10 +55,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def ask_git(root: Path, patterns: str, paths: list[str]) -> list[str]:
+def ask_git(root: Path, patterns: str, paths: list[str], ignore_case: bool = False) -> list[str]:
     """The pattern that git finds for each path ("" for none), about paths of which no folder exists."""
     (root / ".gitignore").write_bytes(patterns.encode())
-    command = ["git", "-C", str(root), "-c", "core.excludesFile=", "check-ignore", "--no-index", "--stdin", "-z", "-v", "-n"]
+    options = ["-c", "core.excludesFile=", "-c", f"core.ignoreCase={ignore_case}"]
+    command = ["git", "-C", str(root), *options, "check-ignore", "--no-index", "--stdin", "-z", "-v", "-n"]
     asked = b"".join(path.encode() + b"\0" for path in paths)
     fields = subprocess.run(command, input=asked, stdout=subprocess.PIPE, check=False).stdout.decode().split("\0")
     return [fields[at] for at in range(2, len(fields) - 1, 4)]
@@ -97,6 +98,17 @@ def test_patterns_match_what_git_matches(lines: list[str], asked: list[str], rep
     for path, pattern in zip(asked, found, strict=True):
         verdict = None if not pattern else not pattern.startswith("!")
         assert ours(text, path) == verdict, (text, path, pattern)
+
+
+@needs_git
+def test_letters_of_either_case_match_as_in_git(repository: Path) -> None:
+    """Git folds neither what is in brackets nor what is behind a backslash."""
+    asked = ["a", "A", "b", "B", "z", "Z", "_", "-", "aB", "Ab"]
+    tried = ["A", "\\A", "*B", "[A]", "[!A]", "[A-B]", "[B-a]", "[!Z-y]", "[A-_]", "[_-Z]", "[[:upper:]]", "[![:upper:]]", "[[:lower:]]B"]
+    for pattern in tried:
+        for ignore_case in (False, True):
+            found = [bool(decide(pattern, path, ignore_case=ignore_case)) for path in asked]
+            assert found == [each != "" for each in ask_git(repository, pattern, asked, ignore_case)], (pattern, ignore_case)
 
 
 @pytest.mark.parametrize(
