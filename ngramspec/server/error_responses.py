@@ -103,7 +103,10 @@ def format_openai_error(error: ApiError) -> dict[str, Any]:
 
 def format_anthropic_error(error: ApiError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.status) or _TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
-    said = "prompt is too long: " if error.code == "context_length_exceeded" else ""  # by which agents know that they have to shorten it
+    said = ""
+    if error.code == "context_length_exceeded":  # agents know by these words that they have to shorten the prompt, and by how much
+        most = "{n_prompt_tokens} tokens > {n_ctx} maximum: ".format_map(error.more) if error.more else ""
+        said = f"prompt is too long: {most}"
     return {"type": "error", "error": {"type": kind, "message": said + error.message}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -249,6 +250,17 @@ def test_why_an_answer_ends(calling: httpx.Client) -> None:
     assert (stopped["content"][0]["text"], stopped["stop_reason"], stopped["stop_sequence"]) == ("Wai", "stop_sequence", "t.")
 
 
+def test_an_answer_that_fills_the_context(client: httpx.Client, server: Server) -> None:
+    given = ASKED | {"messages": [{"role": "user", "content": "a" * 960}], "ignore_eos": True}
+    n_prompt = client.post("/v1/messages/count_tokens", json=given).json()["input_tokens"]
+    room = server.engine.max_model_len - n_prompt
+    for most, reason in ((room - 1, "max_tokens"), (room, "max_tokens"), (room + 1, "model_context_window_exceeded")):
+        made = client.post("/v1/messages", json=given | {"max_tokens": most}).json()
+        assert (made["usage"]["output_tokens"], made["stop_reason"]) == (min(most, room), reason)
+    stream = assemble(read_events(client.post("/v1/messages", json=given | {"max_tokens": room + 1, "stream": True})))
+    assert stream["stop_reason"] == "model_context_window_exceeded"
+
+
 def test_its_clients_get_its_errors_on_every_route(client: httpx.Client) -> None:
     for path, status in (("/v1/models/x", 404), ("/v1/files", 404), ("/v1/embeddings", 400), ("/v1/chat/completions", 405)):
         answer = client.get(path, headers={"anthropic-version": "2023-06-01"})
@@ -265,7 +277,10 @@ def test_an_error_is_the_last_event(start_server: Callable[..., Server], calling
     assert (unknown.status_code, unknown.json()["type"], unknown.json()["error"]["type"]) == (400, "error", "invalid_request_error")
     long = calling.post("/v1/messages", json=ASKED | {"messages": [{"role": "user", "content": "a" * 5000}], "stream": True})
     assert long.status_code == 400
-    assert long.json()["error"]["message"].startswith("prompt is too long")
+    told = long.json()["error"]["message"]
+    found = re.match(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", told)  # as Claude Code reads it
+    assert found is not None, told
+    assert int(found[1]) > int(found[2])
 
 
 def test_keys(make_server: Callable[..., Server]) -> None:
@@ -297,9 +312,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": []}),
     ("messages[0].role", {"messages": [{"role": "tool", "content": "a"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": 1}]}),
-    ("messages[0].content[0]: no blocks of type 'image'", block(type="image", source={"type": "url", "url": "http://a"})),
-    ("messages[0].content[0]: no blocks of type 'document'", block(type="document")),
-    ("messages[0].content[0]: no blocks of type 'tool_use'", block(type="tool_use", id="a", name="b", input={})),
+    ("messages[0].content[0].image: no blocks of this type", block(type="image", source={"type": "url", "url": "http://a"})),
+    ("messages[0].content[0].document: no blocks of this type", block(type="document")),
+    ("messages[0].content[0].tool_use: no blocks of this type", block(type="tool_use", id="a", name="b", input={})),
     ("messages[0].content[0].text", block(type="text")),
     ("messages[0].content[0].tool_use_id", block(type="tool_result", content="a")),
     ("messages[0].content[0].content[0]: only", block(type="tool_result", tool_use_id="a", content=[{"type": "search_result"}])),

@@ -73,14 +73,18 @@ class _MessageHandler(InputHandler):
 
     def __init__(self, state: ServerState, prompts: Prompts, body: MessagesRequest, identity: Identity) -> None:
         super().__init__(state, body, identity, "msg_")
-        self._body, self._caches = body, state.engine.config.prefix_cache
+        self._body, self._caches, self._limits = body, state.engine.config.prefix_cache, state.limits
         self._conversation = _make_conversation(state, prompts, body)
         self.n_chars = self._conversation.n_chars
+        self._length_reason = "max_tokens"
 
     def make_input(self) -> EngineInput:
         """Return what the engine is asked; for `Encoders`. Raises ApiError, ValueError."""
         ids = self._conversation.encode(self._body, self._body.max_tokens)
-        max_tokens = min(self._body.max_tokens, self._conversation.count_room(len(ids)))
+        room = self._conversation.count_room(len(ids))
+        max_tokens = min(self._body.max_tokens, room)
+        if self._limits.count_room(len(ids)) == room < self._body.max_tokens:
+            self._length_reason = "model_context_window_exceeded"
         return self._conversation.make_input(ids, self._body, self.hints, max_tokens=max_tokens, n=1, logprobs=None)
 
     def compile_grammar(self, asked: EngineInput) -> None:
@@ -90,7 +94,7 @@ class _MessageHandler(InputHandler):
     # ------------------------------------------------------------------ answers
 
     def answer(self, completion: Completion) -> dict[str, Any]:
-        blocks = _Blocks(self._conversation)
+        blocks = _Blocks(self._conversation, self._length_reason)
         for _ in blocks.take(completion.choices[0]):
             pass
         head = self._begin(blocks.content) | blocks.describe_stop()
@@ -98,7 +102,7 @@ class _MessageHandler(InputHandler):
 
     async def stream_events(self, pieces: AsyncIterator[Piece], n_prompt: int) -> AsyncIterator[Event]:
         """Yield what is added to which block, between the message's beginning and its end."""
-        blocks = _Blocks(self._conversation)
+        blocks = _Blocks(self._conversation, self._length_reason)
         usage = {"input_tokens": n_prompt, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
         yield {"type": "message_start", "message": self._begin([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}}
         async for _, delta in pieces:
@@ -126,8 +130,10 @@ class _MessageHandler(InputHandler):
 class _Blocks:
     """The content blocks of a message as they grow, and the events that tell of them."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, length_reason: str) -> None:
+        """Begin a message. `length_reason`: why one ends that has as many tokens as it may have."""
         self.content: list[dict[str, Any]] = []
+        self._length_reason = length_reason
         self._parser = conversation.make_stream_parser()
         self._is_open = False
         self._finish_reason: str | None = None
@@ -162,7 +168,7 @@ class _Blocks:
         """Return why the message ended."""
         if self._finish_reason == "stop" and isinstance(self._stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stop_reason}
-        reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+        reasons = {"length": self._length_reason, "tool_calls": "tool_use"}
         return {"stop_reason": reasons.get(self._finish_reason or "", "end_turn"), "stop_sequence": None}
 
     def _begin(self, block: dict[str, Any]) -> Event:

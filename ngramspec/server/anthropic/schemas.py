@@ -244,10 +244,9 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferre
                 yield Turn(TOOL, text, call_id=call_id, name=names.get(call_id))
             case "tool_addition" | "tool_removal" if message.role == SYSTEM:
                 texts += filter(None, [_describe_tools(block.list_tools(deferred))])
-            case other:
-                raise make_field_error(
-                    place, f"no blocks of type {other[:40]!r} in a message of the {message.role}; text and tools only", "not_supported"
-                )
+            case other:  # named as in Anthropic's errors: Claude Code finds an image by its place, leaves it out and tries again
+                why = f"no blocks of this type in a message of the {message.role}; text and tools only"
+                raise make_field_error(f"{place}.{other[:40]}", why, "not_supported")
     if texts or calls or message.role == ASSISTANT:
         yield Turn(message.role, "\n".join(texts), tuple(calls), thoughts="\n".join(thoughts))
 
@@ -284,7 +283,7 @@ class MessagesResponse(BaseModel):
     role: Literal["assistant"]
     model: str
     content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessagesUsage
     metrics: dict[str, Any] | None = None
