@@ -253,6 +253,24 @@ def test_an_error_in_the_middle_of_a_stream_ends_it_with_an_event(rig: Rig) -> N
     assert "private" not in "".join(rest)
 
 
+def test_a_response_that_an_error_ends_has_failed(rig: Rig) -> None:
+    """OpenAI's two events: its SDKs raise the first, and Codex reads the second alone."""
+    rig.brake.hold()
+    body = {"input": "ab", "max_output_tokens": 90, "stream": True}
+    with httpx.stream("POST", f"{rig.server.url}/v1/responses", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        rig.brake.error = RuntimeError("private")
+        rig.brake.release()
+        lines = list(response.iter_lines())
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert [event["type"] for event in events] == ["response.created", "response.in_progress", "error", "response.failed"]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2, 3]
+    assert events[2]["error"]["code"] == "internal_error"
+    failed = events[3]["response"]
+    assert (failed["status"], failed["error"]["code"], failed["usage"]) == ("failed", "server_error", None)
+    assert "private" not in "".join(lines)
+
+
 def test_what_the_engine_refuses_is_told_before_a_stream_begins(rig: Rig) -> None:
     for stream in (True, False):
         refused = rig.post(prompt="a" * 1024, stream=stream)

@@ -19,7 +19,7 @@ from ngramspec.prompts.chat_template import Prompts
 from ngramspec.prompts.tool_calls.call_scanner import TextDelta, ThoughtDelta, ToolCallArguments, ToolCallStart
 from ngramspec.server.auth import Identity, identify
 from ngramspec.server.engine_input import EngineInput
-from ngramspec.server.error_responses import ApiError, make_field_error
+from ngramspec.server.error_responses import ApiError, format_openai_error, make_field_error
 from ngramspec.server.middleware import ParsedBodyRoute
 from ngramspec.server.openai.chat import describe_logprobs
 from ngramspec.server.openai.handler import TEMPERATURE, Conversation, InputHandler
@@ -59,7 +59,7 @@ def make_router(state: ServerState) -> APIRouter:
                     events = handler.stream_events(
                         handler.follow(reservation, state.admission.stream(reservation, http, inputs)), reservation.requests
                     )
-                    return EventStream(reservation, events, done=False, named=True)
+                    return EventStream(reservation, events, done=False, named=True, format_error=_format_error)
                 (completion,) = await state.admission.complete(reservation, http, inputs)
                 return handler.answer(completion)
 
@@ -156,18 +156,24 @@ class _ResponseHandler(InputHandler):
 
         for name in ("created", "in_progress"):
             yield add_number({"type": f"response.{name}", "response": self._make_response(output, None)})
-        async for piece in pieces:
-            if isinstance(piece, PromptProgress):
-                response = self._make_response(output, None)
-                yield add_number({"type": "response.in_progress", "response": response, "prompt_progress": piece.describe()})
-                continue
-            _, delta = piece
-            for event in output.take(delta):
-                yield add_number(event | (self.describe_timings(requests) if event["type"].endswith(".delta") else {}))
-            if delta.completion is not None:
-                response = self._end(output, delta.completion)
-                timings = {"timings": response["timings"]} if "timings" in response else {}
-                yield add_number({"type": f"response.{response['status']}", "response": response} | timings)
+        try:
+            async for piece in pieces:
+                if isinstance(piece, PromptProgress):
+                    response = self._make_response(output, None)
+                    yield add_number({"type": "response.in_progress", "response": response, "prompt_progress": piece.describe()})
+                    continue
+                _, delta = piece
+                for event in output.take(delta):
+                    yield add_number(event | (self.describe_timings(requests) if event["type"].endswith(".delta") else {}))
+                if delta.completion is not None:
+                    response = self._end(output, delta.completion)
+                    timings = {"timings": response["timings"]} if "timings" in response else {}
+                    yield add_number({"type": f"response.{response['status']}", "response": response} | timings)
+        except ApiError as error:  # OpenAI's SDKs raise the first of these events, Codex reads the second alone
+            yield add_number(_format_error(error))
+            told = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
+            failed = {"status": "failed", "error": told, "output": output.items}
+            yield add_number({"type": "response.failed", "response": self._make_response(output, None) | failed})
 
     def _end(self, output: _Output, completion: Completion) -> dict[str, Any]:
         """Return the response at its end, and store it."""
@@ -299,6 +305,10 @@ class _Output:
         if self.items and self.items[-1]["status"] == "in_progress":
             self.items[-1]["status"] = status
             yield from end_item(self.items[-1], len(self.items) - 1)
+
+
+def _format_error(error: ApiError) -> Event:
+    return {"type": "error"} | format_openai_error(error)
 
 
 def _split_tokens(part: Choice | Delta) -> list[Delta]:
