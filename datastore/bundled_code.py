@@ -52,11 +52,17 @@ def list_levels() -> list[Level]:
 def find_level() -> Level | None:
     """Return the level whose code this process may load: the best that this processor has, if the package has code for it.
 
-    None where numba has been told to compile for another processor. Code for a lower level is not loaded: it would be slower.
+    None where numba has been told to compile for another processor, or code that checks bounds. Code for a lower level is not loaded: it
+    would be slower.
     """
-    if config.CPU_NAME or config.CPU_FEATURES or not (levels := list_levels()) or not (FOLDER / levels[0].name).is_dir():
+    if config.CPU_NAME or config.CPU_FEATURES or checks_bounds() or not (levels := list_levels()) or not (FOLDER / levels[0].name).is_dir():
         return None
     return levels[0]
+
+
+def checks_bounds() -> bool:
+    """Return whether numba has been told to compile code that checks every index, as it does where it adds what debuggers need."""
+    return bool(config.DEBUGINFO_DEFAULT if config.BOUNDSCHECK is None else config.BOUNDSCHECK)
 
 
 def find_bundle() -> tuple[Path, Level] | None:

@@ -158,7 +158,7 @@ class CodeCache(NullCache):
             return None
         if (found := self._find_overload(sig, target_context)) is not None:
             return found
-        path = self._folder / self._make_name(self._make_key(sig, target_context.codegen().magic_tuple()))
+        path = self._folder / self._make_name(self._make_key(sig, _find_processor(target_context.codegen())))
         self._take_turn(path)
         if (found := self._find_overload(sig, target_context)) is not None:
             self._end_turn(path)
@@ -184,7 +184,7 @@ class CodeCache(NullCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled for a signature, if the folder can be written."""
-        path = self._folder / self._make_name(key := self._make_key(sig, data.codegen.magic_tuple()))
+        path = self._folder / self._make_name(key := self._make_key(sig, _find_processor(data.codegen)))
         try:
             if self._enabled and self._impl.check_cachable(data):
                 self._write_content(path, dumps((key, self._impl.reduce(data))))
@@ -270,7 +270,7 @@ class CodeCache(NullCache):
 
     def _list_sources(self, codegen: Any) -> list[tuple[Path, _Processor]]:
         """Return where code for this processor may be, and what it was compiled for: the user's first, then what came with the package."""
-        host = codegen.magic_tuple()
+        host = _find_processor(codegen)
         sources = [(self._folder, host)]
         if bundle := bundled_code.find_bundle():
             folder, level = bundle
@@ -288,6 +288,12 @@ class CodeCache(NullCache):
         """Return what tells variants apart: types of the arguments, processor, and what the function closes over."""
         cells = tuple(cell.cell_contents for cell in self._py_func.__closure__ or ())
         return sig, processor, hashlib.sha256(dumps(cells)).hexdigest()
+
+
+def _find_processor(codegen: Any) -> _Processor:
+    """Return what is compiled for, code that checks bounds (NUMBA_BOUNDSCHECK) apart from code that does not."""
+    system, name, features = codegen.magic_tuple()
+    return system, name, f"{features},bounds" if bundled_code.checks_bounds() else features
 
 
 def _hash_short(value: Any, n: int = 8) -> str:

@@ -80,6 +80,23 @@ def test_code_is_loaded_again(load: Callable[[], ModuleType], compiled: list[Pat
     assert _hits(module.add) == len(compiled) == 2
 
 
+def test_code_that_checks_bounds_is_kept_apart(
+    load: Callable[[], ModuleType], compiled: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "BOUNDSCHECK", 1)
+    assert not code_cache.is_kept(load().add)
+    module = load()
+    assert (module.add(3, 4), _hits(module.add)) == (7, 0)
+    module = load()
+    assert (module.add(3, 4), _hits(module.add)) == (7, 1)
+    monkeypatch.setattr(numba.config, "BOUNDSCHECK", None)
+    for path in compiled:
+        path.unlink()
+    assert not code_cache.is_kept(load().add)
+    module = load()
+    assert (module.add(3, 4), _hits(module.add)) == (7, 0)
+
+
 def test_a_process_waits_for_another_that_compiles_the_same(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
     module, aside = load(), [path.rename(path.with_suffix(".aside")) for path in compiled]
     with ExitStack() as stack:
