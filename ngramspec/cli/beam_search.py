@@ -20,9 +20,10 @@ def run_beam_search(
     file: PromptFile = None,
     model: Model = "smollm2",
     width: Annotated[int, option(SEARCH, "Number of beams, and of texts that are printed.", "--width", "-w", min=1)] = 4,
-    max_tokens: Annotated[int, option(SEARCH, "Most tokens of a text.")] = 64,
+    max_tokens: Annotated[int, option(SEARCH, "Most tokens of a text.", min=1)] = 64,
     length_penalty: Annotated[
-        float, option(SEARCH, "A text's score is the sum of its log-probabilities, divided by its length to this power.")
+        float,
+        option(SEARCH, "A text's score is the sum of its log-probabilities, divided by its length to this power.", min=-10, max=10),
     ] = 1.0,
     early_stopping: Annotated[bool, option(SEARCH, "Stop as soon as as many texts as beams have ended.", "--early-stopping")] = False,
     as_json: Annotated[bool, option(OUTPUT, "Print one JSON document instead of the texts.", "--json")] = False,

@@ -404,8 +404,15 @@ def test_beams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert [beam["score"] for beam in without["beams"]] == sorted((beam["score"] for beam in without["beams"]), reverse=True)
     assert run(monkeypatch, *search) == 0
     assert capsys.readouterr().out.count("── ") == 2
-    assert run(monkeypatch, *search, "--width", "0") == 2
-    assert "width" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--width", "0"), ("--max-tokens", "0"), ("--length-penalty", "-11"), ("--length-penalty", "11")])
+def test_beams_out_of_bounds_load_no_model(
+    engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, str]
+) -> None:
+    assert run(monkeypatch, "beam", "x", *options) == 2
+    assert options[0] in capsys.readouterr().err
+    assert not engine.made
 
 
 # ------------------------------------------------------------------ the form of a text
