@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 from ngramspec.cli import common
+from ngramspec.cli.environment import add_environment
 
 
 def warm_up(
@@ -42,7 +43,9 @@ def warm_up(
     """
     from ngramspec.cli import screen
 
+    engine_settings: dict[str, Any] = {}
     if model is not None:
+        add_environment(engine_settings, "warm-up")
         common.check_model(model)
     started = time.monotonic()
     with screen.show_progress(quiet) as progress:
@@ -56,6 +59,6 @@ def warm_up(
 
             compile_all(progress)
         if model is not None:
-            common.open_engine(model, progress=progress).close()
+            common.open_engine(model, progress=progress, **engine_settings).close()
     if not quiet:
         print(f"ready after {common.format_duration(time.monotonic() - started)}")

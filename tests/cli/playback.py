@@ -43,6 +43,8 @@ class PlaybackEngine:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def close(self) -> None: ...
+
     def finish_compiling(self, progress: Callable[[str], None]) -> None:
         pass
 

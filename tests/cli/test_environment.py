@@ -8,6 +8,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from playback import PlaybackEngine, run
 from typer.testing import CliRunner
 
 from ngramspec.cli import serve
@@ -43,6 +44,17 @@ def test_a_variable_that_is_no_object_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(f"NGRAMSPEC_{name}", value)
     result = CliRunner().invoke(app, ["serve", "--model", "none.gguf"])
     assert str(result.exception).startswith(f"NGRAMSPEC_{name}: must be an object")
+
+
+def test_a_model_is_warmed_up_with_the_settings_of_variables(engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ngramspec.engine.background_compiler.compile_all", lambda _: None)
+    monkeypatch.setattr("ngramspec.cli.common.check_model", lambda _: None)
+    for name, value in (("PRECISION", "float32"), ("PREFIX_CACHE_PATH", "of the server")):
+        monkeypatch.setenv(f"NGRAMSPEC_{name}", value)
+    assert run(monkeypatch, "warm-up", "--model", "any", "-q") == 0
+    assert engine.made == {"model": "any", "drafters": [], "precision": "float32"}
+    monkeypatch.setenv("NGRAMSPEC_PRECISION", "int3")
+    assert run(monkeypatch, "warm-up", "--model", "any") == 2
 
 
 def test_an_unknown_variable_is_refused() -> None:
