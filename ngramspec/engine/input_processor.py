@@ -68,7 +68,8 @@ class InputProcessor:
             return
         several = isinstance(chosen, (list, tuple, set, frozenset))
         if wrong := [name for name in chosen if name not in datastores] if several else [chosen]:
-            raise InvalidInputError(f"datastores must be among {sorted(datastores)!r:.1000}, got {wrong if several else chosen!r:.1000}")
+            open_ones = f"among {sorted(datastores)!r:.1000}" if datastores else "left out, since none is open"
+            raise InvalidInputError(f"datastores must be {open_ones}, got {wrong if several else chosen!r:.1000}")
 
     def shares_prefix(self, hints: Hints) -> bool:
         """Return whether a request uses the prefix cache."""

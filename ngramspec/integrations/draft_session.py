@@ -185,7 +185,8 @@ class Guest:
             raise InvalidInputError(f"a text must have a token, and n_output 0 to its length, got {len(known)} tokens and {n_output!r}")
         chosen = None if datastores is None else frozenset(datastores)
         if chosen is not None and (wrong := sorted(chosen - self.stores.keys())):
-            raise InvalidInputError(f"datastores must be among {sorted(self.stores)}, got {wrong[0]!r}")
+            open_ones = f"among {sorted(self.stores)}" if self.stores else "left out, since none is open"
+            raise InvalidInputError(f"datastores must be {open_ones}, got {wrong[0]!r}")
         if tenant is not None and not isinstance(tenant, str):
             raise InvalidInputError(f"tenant must be text or None, got {tenant!r}")
         self.end(key, finished=False)

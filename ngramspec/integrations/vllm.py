@@ -334,9 +334,8 @@ class Proposer:
         if name == "datastore":
             names = [value] if isinstance(value, str) else value
             if not isinstance(names, list) or (wrong := [each for each in names if each not in self.guest.stores]):
-                raise InvalidInputError(
-                    f"datastore must be among {sorted(self.guest.stores)}, got {wrong if isinstance(names, list) else value!r}"
-                )
+                open_ones = f"among {sorted(self.guest.stores)}" if self.guest.stores else "left out, since none is open"
+                raise InvalidInputError(f"datastore must be {open_ones}, got {wrong if isinstance(names, list) else value!r}")
             return {"datastores": names}
         if name == "tenant":
             if not isinstance(value, str):

@@ -278,7 +278,7 @@ def test_bad_options_are_refused(options, message):
         ([1.5], {}, "flat list"),
         ([1], {"prediction": [VOCAB]}, "token ids of a prediction"),
         ([1], {"tenant": 3}, "tenant must be text or None"),
-        ([1], {"datastores": ["none"]}, "datastores must be among"),
+        ([1], {"datastores": ["none"]}, "datastores must be left out, since none is open"),
     ],
 )
 def test_bad_texts_are_refused_with_nothing_changed(tokens, hints, message):
