@@ -61,7 +61,9 @@ def test_every_task_begins_on_a_line_of_its_own(
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "dumb")
-    assert demo.main() == 0
+    with pytest.raises(SystemExit, match="0"):
+        demo.main(["--help"])
+    assert demo.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     rules = [line for line in lines if line.endswith("──")]
     assert len(rules) == 3

@@ -6,6 +6,7 @@ should any text differ.
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from rich.console import Console
@@ -54,7 +55,8 @@ TASKS: dict[str, tuple[str, bool]] = {  # title → (prompt, whether it goes thr
 }
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="demo", description=__doc__).parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     with screen.show_progress(quiet=False) as progress:
         engine = Engine(MODEL, max_model_len=2048, progress=progress)
