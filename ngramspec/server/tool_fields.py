@@ -89,7 +89,7 @@ def read_toolbox(
     """
     functions = [(i, each) for i, each in enumerate(declared or ()) if each.type == "function" or not others]
     tools = [_read_tool(each, f"tools[{i}]") for i, each in functions]
-    return make_toolbox(tools, _read_choice(choice) if isinstance(choice, ChosenTool) else choice, parallel)
+    return make_toolbox(tools, read_choice(choice), parallel)
 
 
 def _read_tool(declared: ToolDeclared, where: str) -> DeclaredTool:
@@ -98,12 +98,18 @@ def _read_tool(declared: ToolDeclared, where: str) -> DeclaredTool:
         if declared.type == "custom":  # no chat template has a form for calls whose input is free text
             why += "; declare a function with one parameter that is a string"
         raise make_field_error(f"{where}.type", why, "not_supported")
-    function = require(declared.function, f"{where}.function")
+    return read_function(require(declared.function, f"{where}.function"), where)
+
+
+def read_function(function: FunctionDeclared, where: str) -> DeclaredTool:
+    """Return a function that a request declares at this place."""
     return DeclaredTool(function.name, function.description or "", function.parameters, bool(function.strict), where)
 
 
-def _read_choice(choice: ChosenTool) -> NamedTools:
-    """Return the tools that `tool_choice` names. Raises ApiError (400)."""
+def read_choice(choice: ToolChoice | None) -> NamedTools | Literal["none", "auto", "required"] | None:
+    """Return what `tool_choice` asks for, or the tools that it names. Raises ApiError (400)."""
+    if not isinstance(choice, ChosenTool):
+        return choice
     if choice.type == "allowed_tools" and (allowed := choice.allowed_tools) is not None:
         return NamedTools([_read_name(tool) for tool in allowed.tools], required=allowed.mode == "required", several=True)
     if choice.type == "function":

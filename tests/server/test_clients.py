@@ -33,7 +33,7 @@ CODEX: dict[str, Any] = {  # Codex CLI 0.169: its first request, shortened
     ],
     "tools": [
         TOOL,
-        {"type": "namespace", "name": "multi_agent", "description": "Agents.", "tools": [TOOL | {"name": "spawn"}]},
+        {"type": "namespace", "name": "multi_agent", "description": "Agents.", "tools": [{"type": "function", "name": "spawn"}]},
         {
             "type": "custom",
             "name": "apply_patch",
@@ -59,11 +59,12 @@ CODEX: dict[str, Any] = {  # Codex CLI 0.169: its first request, shortened
 def test_codex_is_answered(client: httpx.Client) -> None:
     made = client.post("/v1/responses", json=CODEX)
     assert made.status_code == 200, made.text
-    assert [tool["name"] for tool in made.json()["tools"]] == ["exec_command"], "the tools that the model was told of"
+    assert [tool["name"] for tool in made.json()["tools"]] == ["exec_command", "multi_agent"], "the tools that the model was told of"
 
 
 def test_codex_goes_on(client: httpx.Client) -> None:
     """Items of a second turn: what is kept of a chain of thought changes nothing, calls of every kind and their results are there."""
+    asked = CODEX | {"tools": [tool for tool in CODEX["tools"] if tool["type"] != "namespace"]}  # a prompt of 1,024 bytes
     items = [
         *CODEX["input"],
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAAA"},
@@ -72,13 +73,13 @@ def test_codex_goes_on(client: httpx.Client) -> None:
         {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin", "call_id": "c2", "status": "completed"},
         {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done"},
     ]
-    made = client.post("/v1/responses", json=CODEX | {"input": items, "temperature": 0}).json()
+    made = client.post("/v1/responses", json=asked | {"input": items, "temperature": 0}).json()
     without = [item for item in items if item["type"] != "reasoning"]
-    like = client.post("/v1/responses", json=CODEX | {"input": without, "temperature": 0}).json()
+    like = client.post("/v1/responses", json=asked | {"input": without, "temperature": 0}).json()
     assert made["usage"]["input_tokens"] == like["usage"]["input_tokens"]
-    short = client.post("/v1/responses", json=CODEX | {"input": items[:7], "temperature": 0}).json()
+    short = client.post("/v1/responses", json=asked | {"input": items[:7], "temperature": 0}).json()
     assert made["usage"]["input_tokens"] > short["usage"]["input_tokens"]
-    empty = client.post("/v1/responses", json=CODEX | {"input": [items[4]]})
+    empty = client.post("/v1/responses", json=asked | {"input": [items[4]]})
     assert (empty.status_code, empty.json()["error"]["param"]) == (400, "input")
 
 

@@ -151,6 +151,36 @@ def reciting(start_server: Callable[..., Any]) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def test_functions_of_a_namespace(start_server: Callable[..., Any]) -> None:
+    """As Codex declares the tools of an MCP server. The names take as many bytes in the prompt as those that the script is made for."""
+    space = {
+        "type": "namespace",
+        "name": "t",
+        "description": "Clocks.",
+        "tools": [FLAT[1] | {"name": "e"}, {"type": "custom", "name": "x"}],
+    }
+    asked = {"input": "draw", "tools": [FLAT[0], space, {"type": "web_search"}], "temperature": 0, "max_output_tokens": 100}
+    text = '<tool_call>{"name":"t__e", "arguments":{"zone": "utc"}}</tool_call>'
+    with calling_engine(text) as engine, httpx.Client(base_url=start_server(engine).url, timeout=120) as client:
+        made = client.post("/v1/responses", json=asked | {"enable_response_messages": True}).json()
+        (call,) = made["output"]
+        assert (call["name"], call["namespace"], call["arguments"]) == ("e", "t", '{"zone": "utc"}')
+        assert [tool["name"] for tool in made["tools"]] == ["draw", "t"]
+        assert "t__e" in made["input_messages"][0]["message"]
+        lines = client.post("/v1/responses", json=asked | {"stream": True}).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        done = [event for event in events if event["type"] in ("response.output_item.added", "response.output_item.done")]
+        assert [(event["item"]["namespace"], event["item"]["name"]) for event in done] == [("t", "e")] * 2
+        items = [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}]
+        goes_on = client.post("/v1/responses", json=asked | {"input": [{"role": "user", "content": "a"}, *items], "max_output_tokens": 1,
+                                                             "enable_response_messages": True})  # fmt: skip
+        assert "t__e" in goes_on.json()["input_messages"][0]["message"].partition("noon")[0].rpartition("</tools>")[2]
+        twice = client.post("/v1/responses", json=asked | {"tools": [space | {"tools": [FLAT[1], FLAT[1]]}]}).json()
+        assert twice["error"]["param"] == "tools[0].tools[1].name"
+        many = [{"type": "namespace", "name": f"n{i}", "tools": [FLAT[1] | {"name": f"f{j}"} for j in range(50)]} for i in range(21)]
+        assert client.post("/v1/responses", json=asked | {"tools": many}).json()["error"]["param"] == "tools"
+
+
 def test_a_stream_adds_up_to_what_is_whole(reciting: openai.OpenAI) -> None:
     asked: Any = {"model": "", "input": "draw", "tools": FLAT, "temperature": 0, "max_output_tokens": 200}
     made = reciting.responses.create(**asked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -140,14 +140,14 @@ class _ResponseHandler(InputHandler):
     # ------------------------------------------------------------------ answers
 
     def answer(self, completion: Completion) -> dict[str, Any]:
-        output = _Output(self._conversation, self._texts)
+        output = _Output(self._conversation, self._texts, self._body.namespaces)
         for _ in output.take(completion.choices[0]):
             pass
         return self._end(output, completion)
 
     async def stream_events(self, pieces: AsyncIterator[PromptProgress | Piece], requests: Sequence[EngineRequest]) -> AsyncIterator[Event]:
         """Yield what is added to which item, between the response's beginning and its end."""
-        output, number = _Output(self._conversation, self._texts), 0
+        output, number = _Output(self._conversation, self._texts, self._body.namespaces), 0
 
         def add_number(event: Event) -> Event:
             nonlocal number
@@ -217,7 +217,7 @@ class _ResponseHandler(InputHandler):
             "temperature": TEMPERATURE if body.temperature is None else body.temperature,  # type: ignore[attr-defined]
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": given.get("tool_choice") or "auto",
-            "tools": [tool for tool in given.get("tools") or [] if tool.get("type") == "function"],
+            "tools": [tool for tool in given.get("tools") or [] if tool.get("type") in ("function", "namespace")],
             "top_p": 1.0 if body.top_p is None else body.top_p,  # type: ignore[attr-defined]
             "truncation": "disabled",
             "user": body.user,
@@ -236,10 +236,10 @@ class _ResponseHandler(InputHandler):
 class _Output:
     """The items of a response as they grow, and the events that tell of it."""
 
-    def __init__(self, conversation: Conversation, texts: TokenTexts) -> None:
+    def __init__(self, conversation: Conversation, texts: TokenTexts, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[dict[str, Any]] = []
         self.status = "completed"
-        self._parser, self._texts = conversation.make_stream_parser(), texts
+        self._parser, self._texts, self._namespaces = conversation.make_stream_parser(), texts, namespaces
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text is not told yet
 
     @property
@@ -268,7 +268,9 @@ class _Output:
                     yield self._extend(self._text, "text", text)
                 case ToolCallStart(name):
                     call_id = self._parser.reply.calls[-1].id
-                    yield from self._begin("fc", type="function_call", call_id=call_id, name=name, arguments="")
+                    space, name = self._namespaces.get(name, (None, name))
+                    place = {} if space is None else {"namespace": space}
+                    yield from self._begin("fc", type="function_call", call_id=call_id, name=name, arguments="", **place)
                 case ToolCallArguments(text):
                     yield self._extend(self.items[-1], "arguments", text)
             if not isinstance(event, ThoughtDelta):

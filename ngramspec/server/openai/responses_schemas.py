@@ -16,7 +16,7 @@ from ngramspec.options import MAX_INT
 from ngramspec.prompts.chat_template import ANSWER, Style
 from ngramspec.prompts.messages import PARTS
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
-from ngramspec.prompts.tool_calls.toolbox import Toolbox
+from ngramspec.prompts.tool_calls.toolbox import Toolbox, make_toolbox
 from ngramspec.server.error_responses import make_field_error, rename_params, require
 from ngramspec.server.field_support import RESPONSES
 from ngramspec.server.openai.schemas import OpenAIRequest, Part
@@ -28,9 +28,9 @@ from ngramspec.server.tool_fields import (
     FunctionDeclared,
     FunctionNamed,
     ToolChoice,
-    ToolDeclared,
     ToolNamed,
-    read_toolbox,
+    read_choice,
+    read_function,
 )
 
 ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": "user", "assistant": ASSISTANT}
@@ -48,16 +48,35 @@ class InputItem(StrictModel):
     summary: Items[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
     output: str | Items[Part] | None = None
 
 
-class FlatTool(FunctionDeclared):
+class InnerTool(FunctionDeclared):
     """A function, without the wrapping that chats have."""
 
     type: str
     name: str = ""
+
+
+class FlatTool(InnerTool):
+    """A function, or a namespace of functions, such as the tools of an MCP server in Codex."""
+
+    tools: Annotated[Items[InnerTool], Field(max_length=MAX_TOOLS)] | None = None
+
+    def list_functions(self, where: str) -> list[tuple[InnerTool, str]]:
+        """Return the functions, as the model knows them, and their places in the request."""
+        if self.type == "namespace":
+            inner = [(tool, f"{where}.tools[{i}]") for i, tool in enumerate(self.tools or ()) if tool.type == "function"]
+            return [(tool.model_copy(update={"name": join_name(self.name, tool.name)}), place) for tool, place in inner]
+        return [(self, where)] if self.type == "function" else []
+
+
+def join_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a function of a namespace."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 class FlatChoice(StrictModel):
@@ -155,7 +174,9 @@ class ResponsesRequest(OpenAIRequest):
     @property
     def box(self) -> Toolbox:
         """What may be called. Raises ApiError (400)."""
-        declared = [ToolDeclared(type=tool.type, function=tool if tool.type == "function" else None) for tool in self.tools or ()]
+        functions = [each for i, tool in enumerate(self.tools or ()) for each in tool.list_functions(f"tools[{i}]")]
+        if len(functions) > MAX_TOOLS:
+            raise make_field_error("tools", f"at most {MAX_TOOLS} functions, got {len(functions)}")
         choice: ToolChoice | None
         if isinstance(given := self.tool_choice, FlatChoice):
             allowed = None
@@ -168,7 +189,14 @@ class ResponsesRequest(OpenAIRequest):
             choice = ChosenTool(type=given.type, function=name, allowed_tools=allowed)
         else:
             choice = given
-        return read_toolbox(declared, choice, self.parallel_tool_calls, others=True)
+        tools = [read_function(tool, place) for tool, place in functions]
+        return make_toolbox(tools, read_choice(choice), self.parallel_tool_calls)
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """The namespace and the name of each function that has one, by the name by which the model knows it."""
+        spaces = [tool for tool in self.tools or () if tool.type == "namespace"]
+        return {join_name(space.name, tool.name): (space.name, tool.name) for space in spaces for tool in space.tools or ()}
 
     @staticmethod
     def _list_thoughts(item: InputItem) -> list[Part]:
@@ -219,7 +247,7 @@ def _read_turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
         case "function_call":
             call = Call(
                 require(item.call_id, f"{where}.call_id"),
-                require(item.name, f"{where}.name"),
+                join_name(item.namespace, require(item.name, f"{where}.name")),
                 require(item.arguments, f"{where}.arguments"),
             )
             return Turn(ASSISTANT, "", (call,))
