@@ -27,6 +27,7 @@ PING_S = 15
 _MAY_STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"description": "Pieces of the answer, each as `data: {…}`."}}}}
 # `responses=` of a route that makes the engine write: its answer may be a stream, and it is refused early while there is no room.
 GENERATES: dict[int | str, dict[str, Any]] = {200: _MAY_STREAM}
+REPLAYS: dict[int | str, dict[str, Any]] = {200: {**_MAY_STREAM}}  # of one that gives a stored answer back, which may be a stream
 _MAY_STREAM_LINES: dict[str, Any] = {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}
 GENERATES_LINES: dict[int | str, dict[str, Any]] = {200: _MAY_STREAM_LINES}  # the same for streams of lines of JSON
 

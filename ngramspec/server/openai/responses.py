@@ -28,7 +28,7 @@ from ngramspec.server.openai.responses_schemas import DeletedResponse, Response,
 from ngramspec.server.openai.stored_items import begin_item, end_item, extend_item, list_input_items, replay_response
 from ngramspec.server.prompt_progress import PromptProgress
 from ngramspec.server.queue import Piece
-from ngramspec.server.sse import GENERATES, EventStream, format_events
+from ngramspec.server.sse import GENERATES, REPLAYS, EventStream, format_events
 from ngramspec.server.state import ServerState
 from ngramspec.server.token_strings import TokenTexts
 
@@ -63,7 +63,7 @@ def make_router(state: ServerState) -> APIRouter:
                 (completion,) = await state.admission.complete(reservation, http, inputs)
                 return handler.answer(completion)
 
-    @routes.get("/v1/responses/{response_id}", response_model=Response, response_model_exclude_unset=True)
+    @routes.get("/v1/responses/{response_id}", response_model=Response, response_model_exclude_unset=True, responses=REPLAYS)
     async def get_response(
         response_id: str, identity: Annotated[Identity, Depends(identify)], stream: bool = False, starting_after: int | None = None
     ) -> Any:
