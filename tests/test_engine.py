@@ -713,7 +713,7 @@ def test_a_failure_ends_the_samples_beside_it_and_no_other_request(
 
 def test_the_cost_of_a_step_is_all_of_its_time_and_none_of_the_idleness_behind_it(rig: tuple[Engine, Perfect], truth: list[int]) -> None:
     engine, _ = rig
-    seen: list[float] = []
+    seen, five = list[float](), SamplingParams(max_tokens=5, ignore_eos=True)
 
     class Watched(tiny.FreeRows):
         def observe(self, load: Load, ms: float) -> None:
@@ -727,14 +727,14 @@ def test_the_cost_of_a_step_is_all_of_its_time_and_none_of_the_idleness_behind_i
         ):  # again only if the machine was busy, when stalls are left out: idleness is in the times of each round, or of none
             seen.clear()
             for _ in range(2):
-                assert engine.complete(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), speculation=False).token_ids == truth[:5]
+                assert engine.complete(PROMPT, five, speculation=False, prefix_cache=False).token_ids == truth[:5]
                 time.sleep(0.3)
             if len(seen) == 8 and max(seen) < 200:
                 break
         assert len(seen) == 8
         assert max(seen) < 200
         core.step = lambda meanwhile, _: step(lambda: (time.sleep(0.2), meanwhile()))  # type: ignore[method-assign, assignment, misc, return-value]
-        engine.complete(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), speculation=False)
+        engine.complete(PROMPT, five, speculation=False, prefix_cache=False)
         assert min(seen[8:]) >= 200
     finally:
         vars(core).pop("step", None)

@@ -343,7 +343,8 @@ class Core:
     def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> Output:
         """Compute the pass."""
         n_rows, known = len(batch.input_ids), sum(len(span.tokens) for span in batch.spans)
-        sampling, has_prompt = [span for span in batch.spans if span.samples], known > len(batch.spans)
+        sampling = [span for span in batch.spans if span.samples]
+        has_prompt = known > len(batch.spans) or any(span.start < span.n_prompt for span in batch.spans)
         self._request_hidden_states()  # again: a drafter that was not asked for a while may be from this step on
         self.timing.set_load(
             n_rows,

@@ -210,6 +210,7 @@ def test_half_characters_are_replacement_characters(client: TestClient, half: st
         answer = client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 200, answer.text
         found = answer.json()
+        found.get("usage", {}).pop("prompt_tokens_details", None)  # the second time the prompt is known
         return [found.get(name) for name in ("tokens", "content", "usage", "tokens_evaluated", "prompt")]
 
     for text in texts:
