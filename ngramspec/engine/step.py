@@ -344,7 +344,8 @@ class Core:
         """Compute the pass."""
         n_rows, known = len(batch.input_ids), sum(len(span.tokens) for span in batch.spans)
         sampling = [span for span in batch.spans if span.samples]
-        has_prompt = known > len(batch.spans) or any(span.start < span.n_prompt for span in batch.spans)
+        n_decoding = sum(span.start >= span.n_prompt and len(span.tokens) == 1 for span in sampling)
+        has_prompt = n_decoding < len(batch.spans)
         self._request_hidden_states()  # again: a drafter that was not asked for a while may be from this step on
         self.timing.set_load(
             n_rows,
@@ -353,7 +354,7 @@ class Core:
             keys=sum(span.start + len(span.tokens) for span in batch.spans),
             n_drafting=self._n_drafting,
             has_prompt=has_prompt,
-            n_beside=sum(len(span.tokens) == 1 for span in sampling) if has_prompt else 0,
+            n_beside=n_decoding if has_prompt else 0,
             speculates=self._speculates,
         )
         output = self.runner.forward(batch)

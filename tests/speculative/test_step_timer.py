@@ -11,6 +11,7 @@ from test_marginal_cost import chosen
 
 from ngramspec.speculative.budget.cost_model import CostModel
 from ngramspec.speculative.budget.step_timer import PROBE_INTERVAL, StepTimer
+from ngramspec.speculative.budget.threshold import PredictedPass, SpeculationThreshold
 
 COUNTS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 DEVICES = {
@@ -216,3 +217,11 @@ def test_a_token_beside_prompts_is_worth_its_row(device: str) -> None:
     load_beside(timing, true, now, prompt_rows=0, steps=8000)
     timing.plan(8, 8, 0, 8)
     assert timing.plan(8, 8, 0, 8).threshold == pytest.approx(8 / float(true(np.array(8.0))), rel=0.05)
+
+
+def test_a_token_beside_prompts_has_a_worth_whatever_is_predicted() -> None:
+    """What a row adds to a pass with a part of a prompt is a difference of two predictions, which may be nothing or less."""
+    for beside_ms in (0.0, -3.0):
+        threshold = SpeculationThreshold()
+        threshold.record_step(1, 1, 40.0, PredictedPass(40.0, 40.0, 10.0, 0, 1, beside_ms), has_prompt=True)
+        assert 0.1 <= threshold.get_threshold(1, 10.0) < 100.0

@@ -25,6 +25,7 @@ _PRIOR_MS = 100.0
 # The governor's gains for a loss and a profit of MEMORY_MS; how far it returns to 1 in MEMORY_MS, since drafts that it keeps out are not
 # measured; and its upper limit.
 _RISE, _FALL, _LEAK, _MAX_GOVERNOR = 10.0, 12.0, 0.25, 5.0
+_LEAST_BESIDE = 0.01  # of a token's worth alone, that one has beside parts of prompts: their cost is predicted, at times as 0 or less
 
 
 class SpeculationThreshold:
@@ -51,7 +52,7 @@ class SpeculationThreshold:
         """Return what a token is worth, if it takes `alone_ms` in a pass without parts of prompts."""
         if self._rows_beside < 1.0:
             return alone_ms
-        beside_ms = min(self._ms_beside / self._rows_beside, alone_ms)
+        beside_ms = min(max(self._ms_beside / self._rows_beside, _LEAST_BESIDE * alone_ms), alone_ms)
         return alone_ms + (beside_ms - alone_ms) * self._rows_beside / self._rows
 
     def record_step(self, n_seqs: int, n_tokens: int, ms: float, predicted: PredictedPass, *, has_prompt: bool) -> None:
