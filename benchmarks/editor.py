@@ -17,7 +17,7 @@ from benchmarks.http_client import Connection, ServerAddress
 PREFIX_LINES, SUFFIX_LINES = 256, 64  # llama.vim's n_prefix and n_suffix
 CHUNK_LINES = 64  # llama.vim's ring_chunk_size, of which half is taken
 SAME, NEAR = 0.9, 0.5  # similarity from which on chunks count as one, and a chunk repeats what stands around the cursor
-KEY_MEAN_S, KEY_DEVIATION_S = 0.239, 0.112
+KEY_MEAN_S, KEY_DEVIATION_S = 0.239, 0.112  # of the times between keys, which are log-normal: Dhakal et al., CHI 2018
 FIRST_MS, NEXT_MS = 250, 1000  # llama.vim's t_max_predict_ms of what is to be shown, and of what would follow if that is accepted
 LOOK_BACK = 128  # characters that may have been typed of a suggestion that is still shown
 
