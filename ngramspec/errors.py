@@ -1,5 +1,9 @@
 """The errors that a user can meet, each with a type of its own, so that callers need not read messages."""
 
+from __future__ import annotations
+
+from collections.abc import Collection
+
 # Modules by the extra of pyproject.toml that installs them.
 _EXTRAS = {
     "engine": (
@@ -86,3 +90,9 @@ def explain_missing_package(error: Exception, what: str) -> str | None:
         if package in packages:
             return f"{package} is not installed, which {what} needs; run: pip install 'ngramspec[{extra}]'"
     return None
+
+
+def make_datastore_error(field: str, known: Collection[str], got: object) -> InvalidInputError:
+    """Return the error of a field that names others than the open datastores, whose names are `known`."""
+    names = f"among {sorted(known)!r:.1000}" if known else "left out, since none is open"
+    return InvalidInputError(f"{field} must be {names}, got {got!r:.1000}")

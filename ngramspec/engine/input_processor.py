@@ -13,7 +13,7 @@ import numpy as np
 
 from ngramspec.engine.request import Hints
 from ngramspec.engine.sequence import Sequence, SequenceOptions
-from ngramspec.errors import InvalidInputError, PromptTooLongError
+from ngramspec.errors import InvalidInputError, PromptTooLongError, make_datastore_error
 from ngramspec.grammar.constraint import Constraint
 from ngramspec.grammar.healing import Healing
 from ngramspec.grammar.llguidance import Grammars
@@ -68,8 +68,7 @@ class InputProcessor:
             return
         several = isinstance(chosen, (list, tuple, set, frozenset))
         if wrong := [name for name in chosen if name not in datastores] if several else [chosen]:
-            open_ones = f"among {sorted(datastores)!r:.1000}" if datastores else "left out, since none is open"
-            raise InvalidInputError(f"datastores must be {open_ones}, got {wrong if several else chosen!r:.1000}")
+            raise make_datastore_error("datastores", datastores, wrong if several else chosen)
 
     def shares_prefix(self, hints: Hints) -> bool:
         """Return whether a request uses the prefix cache."""

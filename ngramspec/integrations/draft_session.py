@@ -15,7 +15,7 @@ import numpy as np
 
 from ngramspec.datastore.reader import Datastore
 from ngramspec.defaults import ANSWERS, MAX_HISTORY
-from ngramspec.errors import InvalidInputError
+from ngramspec.errors import InvalidInputError, make_datastore_error
 from ngramspec.integrations.host_step_timer import HostStepTimer
 from ngramspec.outputs import DraftTree, Stats
 from ngramspec.speculative.budget.cost_model import Load
@@ -185,8 +185,7 @@ class Guest:
             raise InvalidInputError(f"a text must have a token, and n_output 0 to its length, got {len(known)} tokens and {n_output!r}")
         chosen = None if datastores is None else frozenset(datastores)
         if chosen is not None and (wrong := sorted(chosen - self.stores.keys())):
-            open_ones = f"among {sorted(self.stores)}" if self.stores else "left out, since none is open"
-            raise InvalidInputError(f"datastores must be {open_ones}, got {wrong[0]!r}")
+            raise make_datastore_error("datastores", self.stores, wrong[0])
         if tenant is not None and not isinstance(tenant, str):
             raise InvalidInputError(f"tenant must be text or None, got {tenant!r}")
         self.end(key, finished=False)

@@ -23,7 +23,7 @@ import numpy as np
 
 from ngramspec.datastore.errors import DatastoreError
 from ngramspec.defaults import ANSWERS
-from ngramspec.errors import InvalidInputError, NgramspecError, TokenizerError, UnsupportedModelError
+from ngramspec.errors import InvalidInputError, NgramspecError, TokenizerError, UnsupportedModelError, make_datastore_error
 from ngramspec.integrations.compat import check_version, compile_drafting, open_host_syntax, open_stores, prediction_ids
 from ngramspec.integrations.draft_session import MAX_SEQS, SLOPE, Guest
 from ngramspec.integrations.vllm_logits import Likely, Watch
@@ -334,8 +334,7 @@ class Proposer:
         if name == "datastore":
             names = [value] if isinstance(value, str) else value
             if not isinstance(names, list) or (wrong := [each for each in names if each not in self.guest.stores]):
-                open_ones = f"among {sorted(self.guest.stores)}" if self.guest.stores else "left out, since none is open"
-                raise InvalidInputError(f"datastore must be {open_ones}, got {wrong if isinstance(names, list) else value!r}")
+                raise make_datastore_error("datastore", self.guest.stores, wrong if isinstance(names, list) else value)
             return {"datastores": names}
         if name == "tenant":
             if not isinstance(value, str):
