@@ -18,30 +18,26 @@ from typing import Any
 
 import numpy as np
 
+from .control_groups import read_file, read_free_memory
+
 PAGE = mmap.PAGESIZE
 _SAMPLES, _RUN = 64, 64  # a file is looked at in so many places, so many pages each: all of 16 MB
 _CHUNK = 1 << 23  # bytes that are asked for at once
 
 
-def find_free_memory() -> int | None:
+def find_free_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes that can be allocated without pushing others out, or None if the platform does not tell.
 
-    What a control group counts as used includes files that were read once: they are free.
+    On Linux what the system has, and what the control groups and `ulimit -v` leave of their limits; `root` is where /proc and /sys lie.
     """
-    free = []
-    with contextlib.suppress(OSError, ValueError):  # not Linux
-        if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("utf-8"), re.MULTILINE):
-            free.append(int(match[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # no limit
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text("utf-8"))
-        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text("utf-8"), re.MULTILINE)
-        free.append(limit - int((group / "memory.current").read_text("utf-8")) + (int(cached[1]) if cached else 0))
-    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows, not Linux
+    free = [limit] if (limit := read_free_memory(root)) is not None else []
+    if match := re.search(r"^MemAvailable:\s+(\d+) kB", read_file(root / "proc/meminfo"), re.MULTILINE):
+        free.append(int(match[1]) * 1024)
+    with contextlib.suppress(ImportError, OSError, ValueError, IndexError):  # Windows, not Linux
         import resource
 
         if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:  # `ulimit -v`
-            free.append(max(limit - int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * PAGE, 0))
+            free.append(max(limit - int(read_file(root / "proc/self/statm").split()[0]) * PAGE, 0))
     return min(free, default=None)
 
 

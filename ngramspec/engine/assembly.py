@@ -454,4 +454,4 @@ def _guess_compiled(model: str | PreTrainedModel, config: EngineConfig, device: 
 def _default_kv_bytes() -> int:
     """Return a quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
     free = available_memory()
-    return min(4 << 30, free // 4) if free else 1 << 30
+    return min(4 << 30, free // 4) if free is not None else 1 << 30

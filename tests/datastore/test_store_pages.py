@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -132,35 +131,88 @@ def make_evicted(tmp_path: Path) -> Callable[[Path], None]:
     return evict
 
 
-def test_files_that_a_control_group_has_read_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def write_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_files_that_a_control_group_has_read_are_free(tmp_path: Path) -> None:
     """Else each datastore that is brought into memory would leave less room for the next, and for itself when it is looked at again."""
-    group = "/sys/fs/cgroup/memory."
-    texts = {
-        "/proc/meminfo": "MemAvailable: 9000000 kB\n",
-        f"{group}max": "5000",
-        f"{group}current": "4000",
-        f"{group}stat": "inactive_file 3000\n",
-    }
-    monkeypatch.setattr(page_cache.Path, "read_text", lambda path, *_: texts[path.as_posix()])
-    assert page_cache.find_free_memory() == 4000
-    texts[f"{group}max"] = "max"
-    assert page_cache.find_free_memory() == 9_000_000 * 1024
-    assert page_cache.measure_free_memory() == 9_000_000 * 1024
-    texts["/proc/meminfo"] = ""
-    assert page_cache.find_free_memory() is None
+    group = "sys/fs/cgroup/memory."
+    files = {"proc/meminfo": "MemAvailable: 9000000 kB\n", "proc/self/cgroup": "0::/\n"}
+    write_files(tmp_path, files | {f"{group}max": "5000", f"{group}current": "4000", f"{group}stat": "anon 7\ninactive_file 3000\n"})
+    assert page_cache.find_free_memory(tmp_path) == 4000
+    write_files(tmp_path, {f"{group}max": "max"})
+    assert page_cache.find_free_memory(tmp_path) == 9_000_000 * 1024
+
+
+def test_memory_that_the_platform_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert page_cache.find_free_memory(tmp_path) is None
+    monkeypatch.setattr(page_cache, "find_free_memory", lambda: None)
     assert page_cache.measure_free_memory() == 2 << 30
 
 
-def test_free_memory_knows_the_limit_of_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+MEMORY_LIMITS: list[tuple[str, dict[str, str], int | None]] = [
+    ("none", {"proc/self/cgroup": "0::/user.slice", "sys/fs/cgroup/user.slice/memory.max": "max"}, None),
+    (
+        "a unit of systemd, in a slice with less left",
+        {
+            "proc/self/cgroup": "0::/system.slice/ngramspec.service\n",
+            "sys/fs/cgroup/system.slice/ngramspec.service/memory.max": "9000",
+            "sys/fs/cgroup/system.slice/ngramspec.service/memory.current": "1000",
+            "sys/fs/cgroup/system.slice/memory.max": "20000",
+            "sys/fs/cgroup/system.slice/memory.current": "14000",
+        },
+        6000,
+    ),
+    (
+        "a limit from which on the unit is slowed down",
+        {
+            "proc/self/cgroup": "0::/a\n",
+            "sys/fs/cgroup/a/memory.max": "9000",
+            "sys/fs/cgroup/a/memory.high": "5000",
+            "sys/fs/cgroup/a/memory.current": "1000",
+        },
+        4000,
+    ),
+    (
+        "version 1",
+        {
+            "proc/self/cgroup": "12:cpuset:/\n5:memory:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": "5000",
+            "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": "4000",
+            "sys/fs/cgroup/memory/docker/abc/memory.stat": "inactive_file 1\ntotal_inactive_file 3000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "8000",
+        },
+        4000,
+    ),
+    (
+        "version 1 in a container, more used than there may be",
+        {
+            "proc/self/cgroup": "5:memory:/docker/abc\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "5100",
+        },
+        0,
+    ),
+    ("damaged", {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "many", "sys/fs/cgroup/memory.current": "1"}, None),
+]
+
+
+@pytest.mark.parametrize(("files", "free"), [limit[1:] for limit in MEMORY_LIMITS], ids=[limit[0] for limit in MEMORY_LIMITS])
+def test_limits_of_memory_of_control_groups(tmp_path: Path, files: dict[str, str], free: int | None) -> None:
+    """Else the KV cache is sized by the machine's memory, and the system kills the server once it is full."""
+    write_files(tmp_path, files)
+    assert page_cache.find_free_memory(tmp_path) == free
+    write_files(tmp_path, {"proc/meminfo": "MemAvailable: 9000000 kB\n"})
+    assert page_cache.find_free_memory(tmp_path) == (9_000_000 * 1024 if free is None else free)
+
+
+def test_free_memory_knows_the_limit_of_the_address_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
-    texts = {"/proc/meminfo": "MemAvailable: 9000000 kB\n", "/proc/self/statm": "1000 500 100 1 0 300 0\n"}
-
-    def read_text(path: Path, *_: Any) -> str:
-        if path.as_posix() not in texts:
-            raise FileNotFoundError(path)
-        return texts[path.as_posix()]
-
-    monkeypatch.setattr(page_cache.Path, "read_text", read_text)
+    write_files(tmp_path, {"proc/meminfo": "MemAvailable: 9000000 kB\n", "proc/self/statm": "1000 500 100 1 0 300 0\n"})
     for limit, expected in ((4 << 30, (4 << 30) - 1000 * page_cache.PAGE), (4096, 0), (resource.RLIM_INFINITY, 9_000_000 * 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert page_cache.find_free_memory() == expected
+        assert page_cache.find_free_memory(tmp_path) == expected

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ngramspec.backends.cpu import cores
-from ngramspec.backends.cpu.cores import count_cores, find_fast_cpus, read_cpu_quota
+from ngramspec.backends.cpu.cores import count_cores, find_fast_cpus
 from ngramspec.backends.cpu.sysctl import parse_sysctl
+from ngramspec.datastore.control_groups import read_cpu_quota
 
 
 def write_tree(root: Path, files: dict[str, object]) -> Path:
