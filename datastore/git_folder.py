@@ -17,6 +17,7 @@ from .beneath import read_beneath
 from .git_index import MAX_INDEX, SIZES, IndexEntry, IndexFormatError, read_entries
 
 MAX_TEXT = 1 << 20  # bytes of a configuration, of a file of patterns, or of a `.git` file, as in git
+_BLANKS = " \t\r"  # of a configuration: others, such as a no-break space, belong to a value
 _ID = re.compile(rb"[0-9a-f]{40}([0-9a-f]{24})?\s*")
 
 
@@ -128,19 +129,19 @@ def parse_settings(data: bytes) -> dict[str, str]:
     settings: dict[str, str] = {}
     section: str | None = None
     text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape").replace("\r\n", "\n")
-    for line in re.sub(r"\\\n", "", text).split("\n"):
-        line = line.strip()
-        if match := re.match(r"\[([\w.-]+)\s*(\".*?\")?\s*\]\s*", line):
+    for line in re.sub(r"(\\.)|\\\n", r"\1", text).split("\n"):
+        line = line.strip(_BLANKS)
+        if match := re.match(r"\[([\w.-]+)\s*(\".*?\")?\s*\]\s*", line, re.ASCII):
             section = None if match[2] else match[1].lower()
             line = line[match.end() :]
-        if section is not None and (match := re.match(r"([A-Za-z][\w-]*)\s*(?:=\s*(.*)|[#;].*)?$", line)):
+        if section is not None and (match := re.match(r"([A-Za-z][\w-]*)\s*(?:=[ \t\r]*(.*)|[#;].*)?$", line, re.ASCII)):
             settings[f"{section}.{match[1].lower()}"] = "true" if match[2] is None else _parse_value(match[2])
     return settings
 
 
 def _parse_value(text: str) -> str:
-    """Return a value without its quotes, escapes and comment."""
-    value, quoted = "", False
+    """Return a value without its quotes, escapes and comment, and without the blanks at its end that are neither quoted nor escaped."""
+    value, quoted, length = "", False, 0
     for match in re.finditer(r"\\(.)|(.)", text):
         escaped, plain = match.groups()
         if escaped is not None:
@@ -151,7 +152,9 @@ def _parse_value(text: str) -> str:
             break
         else:
             value += plain
-    return value if quoted else value.rstrip()
+        if quoted or escaped is not None or plain not in _BLANKS:
+            length = len(value)
+    return value[:length]
 
 
 def _is_true(value: str) -> bool:

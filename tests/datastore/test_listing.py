@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ngramspec.datastore import file_filters
 from ngramspec.datastore.beneath import MAX_DEPTH, ConfinedFolder
 from ngramspec.datastore.corpus import Skipped
+from ngramspec.datastore.git_folder import parse_settings
 from ngramspec.datastore.git_index import IndexFormatError, read_entries
 from ngramspec.datastore.listing import Listing
 
@@ -228,6 +229,29 @@ def test_the_users_own_rules_hold_and_those_that_a_repository_points_at_do_not(t
     write(home, "theirs", text="*.py\n")
     git(tmp_path, "config", "core.excludesFile", str(home / "theirs"))
     assert list_names(tmp_path, untracked=True)[0] == {"a.py", "a.tmp"}
+
+
+def test_settings_have_the_values_that_git_reads(tmp_path: Path) -> None:
+    """Blanks at an end are the value's if they are quoted or escaped; what is a blank to Unicode alone is a character."""
+    values = [
+        '"a "',
+        '"a "  # c',
+        "a\\t",
+        '"a"  "b" ',
+        " a  b ;c",
+        'a "b; ";c',
+        '"a#b" # c',
+        "a\xa0",
+        "\u3000a ",
+        '"" ',
+        'a\\" ',
+        'a ""',
+        "a\\\\",
+        "\fa\f",
+    ]
+    write(tmp_path, "config", text="[core]\n" + "".join(f"\tkey{i} = {value}\n" for i, value in enumerate(values)))
+    listed = git(tmp_path, "config", "--file", str(tmp_path / "config"), "--list", "-z").decode().removesuffix("\0")
+    assert parse_settings((tmp_path / "config").read_bytes()) == dict(line.split("\n", 1) for line in listed.split("\0"))
 
 
 @pytest.mark.parametrize("key", ["core.worktree", "core.bare"])
