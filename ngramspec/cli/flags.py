@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints, is_typeddict
@@ -67,6 +68,9 @@ def with_options(command: str, /, **tables: type) -> Callable[[Callable[..., Non
                 else:
                     typed = {field: _convert(values.pop(field), *declared[1:]) for field, declared in _read_metadata(table).items()}
                     given[name] = {field: value for field, value in typed.items() if value is not None}
+            for name, value in values.items():
+                if isinstance(value, float) and math.isnan(value):  # which typer 0.20 finds within any bounds
+                    raise BadInputError(f"--{name.replace('_', '-')} must be a number, got nan")
             function(**values, **given)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

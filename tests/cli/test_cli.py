@@ -406,7 +406,10 @@ def test_beams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("── ") == 2
 
 
-@pytest.mark.parametrize("options", [("--width", "0"), ("--max-tokens", "0"), ("--length-penalty", "-11"), ("--length-penalty", "11")])
+@pytest.mark.parametrize(
+    "options",
+    [("--width", "0"), ("--max-tokens", "0"), ("--length-penalty", "-11"), ("--length-penalty", "11"), ("--length-penalty", "nan")],
+)
 def test_beams_out_of_bounds_load_no_model(
     engine: type[PlaybackEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, str]
 ) -> None:
