@@ -31,7 +31,7 @@ from ngramspec.backends.cpu.cores import count_cores
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=common.parse_positive, default=50, metavar="N", help="tools: turns (50)")
     parser.add_argument("--auto", action="store_true", help="tools: let the model choose whether to call: tasks on a small project's files")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="tools: 0, the default, is greedy")
+    parser.add_argument("--temperature", type=common.parse_number, default=0.0, metavar="T", help="tools: 0, the default, is greedy")
 
 
 def run_tools(args: argparse.Namespace) -> dict[str, Any]:

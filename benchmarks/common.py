@@ -15,6 +15,7 @@ import importlib.metadata
 import inspect
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -134,6 +135,17 @@ def parse_positive(text: str) -> int:
     return int(text)
 
 
+def parse_number(text: str) -> float:
+    """Parse a finite number from 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number from 0, got {text!r}")
+    return number
+
+
 def parse_counts(text: str) -> list[int]:
     """Parse positive integers and ranges of them (1,4,8-12) with commas between, and sort them."""
     found = set[int]()
@@ -165,10 +177,7 @@ def make_name_parser(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def parse_floats(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from error
+    return [parse_number(part) for part in text.split(",")]
 
 
 def settle_dtype(device: str, dtype: str | None) -> str:
@@ -181,28 +190,67 @@ def wait_for(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def iterate_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the object of each line of a JSONL file that is not blank. Raises ValueError, naming the line."""
-    with path.open(encoding="utf-8") as file:  # `splitlines` would also cut at U+2028 and others that a JSON string may hold as they are
+class RowError(ValueError):
+    """A file of rows that cannot be used; the message names the file and the line."""
+
+
+class Row(dict[str, Any]):
+    """A row of a JSONL file. To read a field that it lacks raises RowError."""
+
+    def __init__(self, fields: dict[str, Any], where: str) -> None:
+        super().__init__(fields)
+        self.where = where
+        """File and line."""
+
+    def __missing__(self, field: str) -> Any:
+        raise RowError(f"{self.where}: the row has no `{field}`")
+
+
+def iterate_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the number and the object of each line of a JSONL file that is not blank. Raises RowError."""
+    with path.open("rb") as file:  # `splitlines` would also cut at U+2028 and others that a JSON string may hold as they are
         for number, line in enumerate(file, 1):
             if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{path.name}:{number}: {error}") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path.name}:{number}: a row must be a JSON object, got {line.strip()[:40]}")
-                yield number, row
+                yield number, _parse_row(line.rstrip(), f"{path.name}:{number}")
+
+
+def _parse_row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:  # which counts lines of its own
+        raise RowError(f"{where}: {error.msg}: column {error.colno}") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise RowError(f"{where}: {error}") from error
+    if not isinstance(row, dict):
+        raise RowError(f"{where}: a row must be a JSON object, got {line.strip()[:40].decode(errors='replace')}")
+    for field in ("prompt", "prompt_ids", "output_ids"):
+        value = row.get(field, [])
+        if not (isinstance(value, list) and all(type(token) is int for token in value)) and not (
+            field == "prompt" and isinstance(value, str)
+        ):
+            raise RowError(f"{where}: `{field}` must be {'text or ' * (field == 'prompt')}token ids")
+    messages = row.get("messages") or []
+    if not (isinstance(messages, list) and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages)):
+        raise RowError(f"{where}: `messages` must be a list of objects that have a `role`")
+    return Row(row, where)
+
+
+def run_command(main: Callable[[], object]) -> None:
+    """Run a benchmark or tool; a file of rows that cannot be used ends it with one line on standard error and code 1."""
+    try:
+        main()
+    except RowError as error:
+        raise SystemExit(str(error)) from None
 
 
 def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
     """Read the prompts of a JSONL file, in its order. A row has `prompt` (text or token ids) or `messages`, of which the first turn counts.
 
-    With `suffix` it asks for the text between `prompt`, which is text and may be empty, and `suffix`. Raises ValueError, naming the row.
+    With `suffix` it asks for the text between `prompt`, which is text and may be empty, and `suffix`. Raises RowError.
     """
-    prompts = [_read_row(row, f"{path.name}:{number}", tokenizer) for number, row in itertools.islice(iterate_rows(path), limit)]
+    prompts = [_read_row(row, tokenizer) for _, row in itertools.islice(iterate_rows(path), limit)]
     if not prompts:
-        raise ValueError(f"{path} has no prompts")
+        raise RowError(f"{path} has no prompts")
     return prompts
 
 
@@ -219,22 +267,23 @@ def pick_fitting(prompts: list[Prompt], max_tokens: int, max_model_len: int) -> 
     return found
 
 
-def _read_row(row: dict[str, Any], where: str, tokenizer: Any) -> Prompt:
+def _read_row(row: Row, tokenizer: Any) -> Prompt:
+    where = row.where
     if not (isinstance(row.get("prompt"), (str, list)) or row.get("messages")):
-        raise ValueError(f"{where}: a row must have `prompt` (text or token ids) or `messages`")
+        raise RowError(f"{where}: a row must have `prompt` (text or token ids) or `messages`")
     prompt, messages, suffix = row.get("prompt"), row.get("messages"), row.get("suffix")
     if suffix is not None:
         if messages or not isinstance(prompt, str):
-            raise ValueError(f"{where}: a row with a `suffix` must have a `prompt` of text")
+            raise RowError(f"{where}: a row with a `suffix` must have a `prompt` of text")
         if (fim := Fim.detect(tokenizer)) is None:
-            raise ValueError(f"{where}: the row has a `suffix`, and the model has no tokens to fill in the middle")
+            raise RowError(f"{where}: the row has a `suffix`, and the model has no tokens to fill in the middle")
         ids = fim.make_prompt(prompt, suffix)
     elif messages:
         ids = encode_chat(get_first_turn(messages), tokenizer)
     else:
         ids = prompt if isinstance(prompt, list) else tokenizer(prompt)["input_ids"]
     if not ids:
-        raise ValueError(f"{where}: the prompt has no tokens")
+        raise RowError(f"{where}: the prompt has no tokens")
     return Prompt(str(row.get("id", where)), ids)
 
 
@@ -334,9 +383,9 @@ class ResultLog:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() and not fresh else b""
-        for row in map(json.loads, whole.splitlines()):
-            self.known[_to_name(row["key"])] = row
         path.write_bytes(whole + b"\n" if whole else b"")
+        for _, row in iterate_rows(path):
+            self.known[_to_name(row["key"])] = row
 
     def get(self, key: dict[str, Any]) -> Any:
         """Return the row with this key, None if there is none."""

@@ -216,7 +216,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--trace", type=common.parse_file, nargs="?", const=Path(), metavar="F.jsonl", help=text)
     add("--limit", type=common.parse_positive, metavar="N", help="only the first N prompts (of each file)")
     add("--max-tokens", type=common.parse_positive, metavar="K", help="default 128, with --trace 512")
-    add("--temperature", type=float, metavar="T", help="0, the default, is greedy")
+    add("--temperature", type=common.parse_number, metavar="T", help="0, the default, is greedy")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of random prompts")
     add("--concurrency", type=common.parse_positive, default=1, metavar="C", help="prompts completed at once")
     add("--per-turn", type=common.parse_positive, metavar="M", help="prompts of a turn, C of which run at a time; default C")
@@ -474,4 +474,4 @@ def print_identity(document: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_command(main)

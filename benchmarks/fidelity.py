@@ -195,4 +195,4 @@ def print_figures(document: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_command(main)

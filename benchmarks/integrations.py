@@ -78,7 +78,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--datastore", metavar="D", help="our mode drafts from this datastore too")
     add("--modes", help="some of the host's modes, with commas between")
     add("--depth", type=common.parse_positive, metavar="N", help=f"our longest draft; vllm {VLLM_DEPTH}, others their own default")
-    add("--temperature", type=float, default=0.0, metavar="T")
+    add("--temperature", type=common.parse_number, default=0.0, metavar="T")
     add("--seed", type=int, default=0, metavar="S")
     add("--threads", type=common.parse_positive, default=2, metavar="N")
     add("--host-python", type=Path, metavar="PATH", help=f"the host's interpreter; default {LOCAL_VLLM}, {LOCAL_LLAMA}, or this one")
@@ -230,4 +230,4 @@ def make_row(run: dict[str, Any], plain: dict[str, Any], counts: dict[str, int])
 
 
 if __name__ == "__main__":
-    main()
+    common.run_command(main)

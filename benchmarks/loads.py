@@ -443,4 +443,4 @@ def show(document: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_command(main)

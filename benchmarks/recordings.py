@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from benchmarks.common import Prompt, get_reference, iterate_rows
+from benchmarks.common import Prompt, RowError, get_reference, iterate_rows
 from ngramspec import SamplingParams
 from ngramspec.backends.base import Output
 from ngramspec.engine.acceptance import AcceptedTokens, ExactMatch
@@ -46,7 +46,7 @@ class RecordedText:
 
 def find_edited_text(row: dict[str, Any]) -> str:
     """Return the text that an edit request carries: the first fenced block of its last user message, "" if there is none."""
-    asked = [str(m["content"]) for m in row.get("messages", ()) if m["role"] == "user"] or [str(row.get("prompt", ""))]
+    asked = [str(m.get("content") or "") for m in row.get("messages") or () if m["role"] == "user"] or [str(row.get("prompt", ""))]
     block = re.search(r"^```[^\n]*\n(.*?)^```", asked[-1], re.DOTALL | re.MULTILINE)
     return block[1] if block else ""
 
@@ -79,7 +79,7 @@ def read_traces(path: Path, tokenizer: Any, limit: int | None, max_out: int, pre
             top = (np.array(row["top_ids"], np.int64), np.array(row["top_logprobs"], np.float32)) if "top_ids" in row else None
             traces.append(RecordedText(prompt, output[:max_out], encode(find_edited_text(row)) if predicted else None, top))
     if not traces:
-        raise ValueError(f"{path} has no usable traces")
+        raise RowError(f"{path} has no usable traces")
     return traces
 
 

@@ -163,4 +163,4 @@ def measure(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_command(main)

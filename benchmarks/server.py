@@ -85,12 +85,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.make_parser("server", __doc__)
     parser.add_argument("mode", choices=[*MODES, "all", *PROGRAMS])
     parser.add_argument("--model", help="folder, hub name, GGUF file or smollm2; default: small and random, made here; repo: smollm2")
-    parser.add_argument("--seconds", type=float, default=20, help="capacity, stalled: of each measurement")
+    parser.add_argument("--seconds", type=common.parse_number, default=20, help="capacity, stalled: of each measurement")
     parser.add_argument("--max-tokens", type=common.parse_positive, default=64, help="of a request in capacity and overhead")
     parser.add_argument("--rounds", type=common.parse_positive, default=8, help="overhead, prefix: repetitions")
     parser.add_argument("--readers", type=common.parse_positive, default=50, help="stalled: how many do not read")
     parser.add_argument("--count", type=common.parse_positive, default=1000, help="disconnect: in all")
-    parser.add_argument("--minutes", type=float, default=30, help="soak: how long")
+    parser.add_argument("--minutes", type=common.parse_number, default=30, help="soak: how long")
     parser.add_argument(
         "--threads", type=common.parse_positive, help="threads of each engine; default one per performance core, 1 for the small model"
     )

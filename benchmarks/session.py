@@ -308,14 +308,16 @@ def parse_args() -> argparse.Namespace:
         "--after-line", type=int, default=0, metavar="N", help="only functions below N lines: of more than 256, windows move"
     )
     parser.add_argument("--ring", type=int, default=0, metavar="N", help="parts of other files that requests carry (llama.vim: 16)")
-    parser.add_argument("--reading", type=float, default=10.0, metavar="S", help="seconds before a function is begun, with --ring")
+    parser.add_argument(
+        "--reading", type=common.parse_number, default=10.0, metavar="S", help="seconds before a function is begun, with --ring"
+    )
     parser.add_argument("--requests", type=common.parse_positive, default=8, help="of a function that are waited for")
     parser.add_argument("--pauses", action="store_true", help="between these requests the time passes that typing takes")
     parser.add_argument("--typed", type=int, default=120, help="characters of a body that are typed (0: nothing is)")
     parser.add_argument("--typed-tokens", type=common.parse_positive, default=128, help="of a suggestion while a body is typed, at most")
     parser.add_argument("--cancel", action="store_true", help="each key cancels the request under way; they have no time limit")
     parser.add_argument("--edits", type=int, default=0, help="whole files that are edited by chat")
-    parser.add_argument("--think", type=float, default=2.0, metavar="S", help="seconds before the first key of a line")
+    parser.add_argument("--think", type=common.parse_number, default=2.0, metavar="S", help="seconds before the first key of a line")
     parser.add_argument("--max-tokens", type=common.parse_positive, default=64)
     parser.add_argument("--contenders", default=CONTENDERS)
     parser.add_argument("--datastore", metavar="STORE", help="of the old release, for the contender `store`")

@@ -106,7 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--limit", type=common.parse_positive, metavar="N", help="only the first N prompts")
     add("--max-tokens", type=common.parse_positive, default=512, metavar="K", help="default 512")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--temperature", type=common.parse_number, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--seed", type=int, default=0, metavar="S", help="of sampling")
     add("--micro", action="store_true", help="only what a row of the grammar takes, by size of the vocabulary")
     args = parser.parse_args(argv)
@@ -269,9 +269,10 @@ def schema_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a row's answer."""
     if isinstance(row.get("schema"), dict):
         return dict(row["schema"])
+    written = row["reference"]
     try:
-        reference = json.loads(row["reference"])
-    except ValueError:
+        reference = json.loads(written)
+    except (TypeError, ValueError):
         return make_object_schema({"answer": {"type": "string", "minLength": 1, "maxLength": STRING}})
     if (functions := functions_of(row)) and isinstance(reference, list):
         calls = [
@@ -331,4 +332,4 @@ def bound_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_command(main)

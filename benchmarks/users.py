@@ -151,9 +151,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--routing", choices=("hash", "spread"), default="hash")
     parser.add_argument("--seconds", type=common.parse_positive, default=120, metavar="S", help="that are simulated")
     parser.add_argument("--prefixes", type=common.parse_positive, default=50, metavar="N", help="users whose prompts the KV cache holds")
-    parser.add_argument("--speed", type=float, default=1.0, metavar="F", help="of a server, against those two cores")
-    parser.add_argument("--think", type=float, default=2.0, metavar="S", help="before a line")
-    parser.add_argument("--accepted", type=float, default=0.3, metavar="P", help="share of suggestions that are taken, an assumption")
+    parser.add_argument("--speed", type=common.parse_number, default=1.0, metavar="F", help="of a server, against those two cores")
+    parser.add_argument("--think", type=common.parse_number, default=2.0, metavar="S", help="before a line")
+    parser.add_argument(
+        "--accepted", type=common.parse_number, default=0.3, metavar="P", help="share of suggestions that are taken, an assumption"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     results = [simulate_users(n, args.servers, args.routing, args) for n in args.users]

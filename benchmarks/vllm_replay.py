@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-proposer", action="store_true", help=text)
     parser.add_argument("--requests", type=common.parse_counts, default=[1, 8, 32], metavar="N,N,...", help="under way (1,8,32)")
     parser.add_argument("--depth", type=common.parse_positive, default=24, metavar="K", help="num_speculative_tokens (24)")
-    parser.add_argument("--slope", type=float, default=0.02, metavar="S", help="cost of a row as a share of a step (0.02)")
+    parser.add_argument("--slope", type=common.parse_number, default=0.02, metavar="S", help="cost of a row as a share of a step (0.02)")
     parser.add_argument("--mirrors", action="store_true", help="as if the runner could not be found: rows are known by their texts")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import parse_number
 from ngramspec import Beam, Completion, Engine, Grammar, SamplingParams
 from ngramspec.cli.common import parse_size
 from ngramspec.errors import OutOfMemoryError
@@ -98,7 +99,7 @@ def compare(model: str, args: argparse.Namespace, texts: list[str]) -> bool:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", nargs="+", default=["smollm2"])
-    parser.add_argument("--minutes", type=float, default=10, help="for each model")
+    parser.add_argument("--minutes", type=parse_number, default=10, help="for each model")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--together", type=int, default=8, help="requests that run at a time")
     parser.add_argument("--max-rows", type=int, help="rows of a pass")

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from benchmarks.common import describe_machine, print_document, print_table
+from benchmarks.common import RowError, describe_machine, iterate_rows, print_document, print_table, run_command
 from ngramspec.speculative import features, ngram_table, proposer, tree_builder
 from ngramspec.speculative.drafter import DraftOptions, DraftParams
 from ngramspec.speculative.feature_weights import make_cold_weights, save_weights
@@ -422,14 +422,12 @@ def _pick_near(blocks: list[list[str]], n: int, rng: random.Random) -> list[str]
 def read_recorded(path: Path, max_out: int, session: int) -> list[Made]:
     """Read traces that `tools.record` wrote, all in one session."""
     traces = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            output = np.array(row["output_ids"], np.int32)[:max_out]
-            top, logits = np.array(row["top_ids"], np.int64)[:max_out], np.array(row["top_logprobs"], np.float32)[:max_out]
-            if top.shape != (len(output), features.KEPT):
-                raise ValueError(f"{path}: top_ids must hold {features.KEPT} tokens per output token, got shape {top.shape}")
-            traces.append(Made("recorded", session, np.array(row["prompt_ids"], np.int32), output, NOTHING, top, logits))
+    for _, row in iterate_rows(path):
+        output = np.array(row["output_ids"], np.int32)[:max_out]
+        top, logits = np.array(row["top_ids"], np.int64)[:max_out], np.array(row["top_logprobs"], np.float32)[:max_out]
+        if top.shape != (len(output), features.KEPT):
+            raise RowError(f"{row.where}: top_ids must hold {features.KEPT} tokens per output token, got shape {top.shape}")
+        traces.append(Made("recorded", session, np.array(row["prompt_ids"], np.int32), output, NOTHING, top, logits))
     return traces
 
 
@@ -491,4 +489,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

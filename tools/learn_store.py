@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.common import describe_machine, print_document, print_table
+from benchmarks.common import describe_machine, print_document, print_table, run_command
 from ngramspec.cli.datastore import load_tokenizer_backend
 from ngramspec.datastore import Datastore
 from ngramspec.datastore.build import build
@@ -263,4 +263,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from benchmarks.common import describe_machine, print_document, print_progress
+from benchmarks.common import describe_machine, print_document, print_progress, run_command
 from ngramspec.models.loader import load_tokenizer
 from ngramspec.speculative.feature_weights import load_weights, save_weights
 from ngramspec.speculative.features import BIAS, EXTERNAL, SYNTAX
@@ -342,4 +342,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

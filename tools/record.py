@@ -16,7 +16,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import describe_machine, encode_chat, get_candidates, iterate_rows, pick_evenly, print_document, print_progress
+from benchmarks.common import (
+    describe_machine,
+    encode_chat,
+    get_candidates,
+    iterate_rows,
+    parse_number,
+    pick_evenly,
+    print_document,
+    print_progress,
+    run_command,
+)
 from ngramspec import Engine, SamplingParams
 from ngramspec.prompts.fim import Fim
 from ngramspec.speculative.features import KEPT
@@ -52,7 +62,7 @@ def record(engine: Engine, rows: list[dict[str, Any]], params: SamplingParams, o
     """Append a trace of each row that `out` lacks, a batch at a time, and return how many tokens were written."""
     whole = out.read_bytes().rpartition(b"\n")[0] if out.exists() else b""  # a line that was not finished goes
     out.write_bytes(whole + b"\n" if whole else b"")
-    done = {json.loads(line)["id"] for line in whole.splitlines()}
+    done = {row["id"] for _, row in iterate_rows(out)}
     rows, n_tokens = [row for row in rows if row["id"] not in done], 0
     with out.open("a", encoding="utf-8") as file:
         for i in range(0, len(rows), BATCH):
@@ -73,7 +83,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="prompts of each file, evenly over it (all)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-prompt", type=int, default=1024, help="tokens; longer prompts are left out")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=parse_number, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     started = time.perf_counter()
@@ -91,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

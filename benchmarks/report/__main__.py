@@ -141,7 +141,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     data = ROOT.parent / "shared" / "data"
     add = parser.add_argument
     add("--data", type=Path, default=data, metavar="DIR", help="spec_bench.jsonl, humaneval.jsonl and others; default ../shared/data")
-    add("--minutes", type=float, default=55.0, metavar="M", help="for all of it; the least is one prompt for each category")
+    add("--minutes", type=common.parse_number, default=55.0, metavar="M", help="for all of it; the least is one prompt for each category")
     add("--prompts", type=common.parse_positive, default=12, metavar="N", help="at most N for each category")
     add("--max-tokens", type=common.parse_positive, default=64, metavar="K")
     add("--max-prompt", type=common.parse_positive, default=768, metavar="K", help="longer prompts are left out")
@@ -173,4 +173,4 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    common.run_command(main)

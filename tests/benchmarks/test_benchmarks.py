@@ -136,6 +136,35 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, tokenizer: Any) -> None
         common.read_prompts(tmp_path / "empty.jsonl", tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        (b'{"messages": [{"content": "a"}]}', "`role`"),
+        (b'{"messages": "a"}', "`messages`"),
+        (b'{"prompt": {"a": 1}}', "`prompt`"),
+        (b'{"prompt_ids": ["a"], "output_ids": [1]}', "`prompt_ids`"),
+        (b'{"id": 1}', "`prompt`"),
+        (b'{"prompt": "\xff"}', "utf-8"),
+        (b"{", "column 2"),
+        (b"[" * 100_000, "recursion"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_the_line_of_a_row_that_cannot_be_used_is_named_by_all_that_read_rows(
+    tmp_path: Path, tokenizer: Any, row: bytes, what: str
+) -> None:
+    path, good = tmp_path / "rows.jsonl", {"prompt": "a", "reference": "longer text"}
+    readers: list[tuple[dict[str, Any], Callable[[], object]]] = [
+        (good, lambda: common.read_prompts(path, tokenizer)),
+        (good, lambda: read_traces(path, tokenizer, None, 99, predicted=True)),
+        (good | {"suffix": ""}, lambda: infill.read_cursors(path, 2)),
+    ]
+    for first, read in readers:
+        path.write_bytes(json.dumps(first).encode() + b"\n\n" + row + b"\n")
+        with pytest.raises(SystemExit, match=rf"rows\.jsonl:3: .*{what}"):
+            common.run_command(read)
+
+
 def test_a_row_may_hold_every_character_that_json_allows(tmp_path: Path, tokenizer: Any) -> None:
     """U+2028 and U+0085 end a line of text, not one of a JSONL file."""
     rows = [{"prompt": "a\u2028b", "suffix": "\x85", "reference": "c\u2028d"}, {"prompt": "e", "suffix": "", "reference": ["", "f", "g"]}]
@@ -398,6 +427,10 @@ def test_row_counts_come_as_numbers_and_ranges() -> None:
     for text in ("", "4-2", "0-3", "3-", "1-2-3"):
         with pytest.raises(argparse.ArgumentTypeError):
             common.parse_counts(text)
+    assert common.parse_floats("0,0.8,1e3") == [0, 0.8, 1000]
+    for text in ("nan", "inf", "-1", "1e999", "", "0,nan"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be a number from 0"):
+            common.parse_floats(text)
 
 
 def test_a_kink_is_measured_against_the_line_between_half_and_twice_as_many_rows() -> None:
