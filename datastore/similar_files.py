@@ -8,7 +8,10 @@ Knows nothing of files on disk, nor of what is drafted from the text. Whatever t
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -22,6 +25,8 @@ from .format import Segment, make_vector_dtype
 if TYPE_CHECKING:
     from .reader import Snapshot
 
+log = logging.getLogger(__name__)
+
 DIM = 128
 CHUNK = 1024  # tokens that one vector stands for
 # From one chunk's first token to the next one's: a function that a boundary cuts is whole in one of them. 0.3 bytes per token.
@@ -33,6 +38,7 @@ MIN_COSINE = 0.4
 IVF_FROM = 50_000  # chunks of a segment from which inverted lists are worth their training
 # Chunks of a segment up to which a request waits for the index (20 ms); a larger one, 0.5 s for 85,000, is made in a thread.
 INDEXED_AT_ONCE = 8_192
+RETRY_S = 60.0  # after an index could not be made, for lack of memory perhaps, until a request has it tried again
 
 _NEAREST = 32  # chunks that are looked at: they lie in fewer files than that
 _PROBED = 1 / 16  # of the inverted lists
@@ -127,7 +133,8 @@ class SimilarFiles:
     def __init__(self, snapshots: Sequence[Snapshot], ready: Sequence[VectorIndex] = ()) -> None:
         self._indices: dict[int, VectorIndex] = {}
         self._made: SimpleQueue[VectorIndex] = SimpleQueue()  # by threads
-        self._begun: set[int] = set()
+        self._begun: dict[int, float] = {}
+        """When a segment's index may be begun again: never while a thread makes it."""
         self.reset(snapshots, ready)
 
     def reset(self, snapshots: Sequence[Snapshot], ready: Sequence[VectorIndex] = ()) -> None:
@@ -155,10 +162,18 @@ class SimilarFiles:
         key = id(segment)
         if key in self._indices or len(segment.vectors) <= INDEXED_AT_ONCE:
             return True
-        if key not in self._begun:
-            self._begun.add(key)
-            threading.Thread(target=lambda: self._made.put(VectorIndex(segment)), name="datastore-index", daemon=True).start()
+        if time.monotonic() >= self._begun.get(key, 0.0):
+            self._begun[key] = math.inf
+            threading.Thread(target=self._make_index, args=(segment,), name="datastore-index", daemon=True).start()
         return False
+
+    def _make_index(self, segment: Segment) -> None:
+        """Make a segment's index; run by a thread."""
+        try:
+            self._made.put(VectorIndex(segment))
+        except Exception as error:  # memory, or whatever FAISS raises
+            log.error("similar files of %s: %s: %s; tried again in %.0f s", segment.path, type(error).__name__, error, RETRY_S)
+            self._begun[id(segment)] = time.monotonic() + RETRY_S
 
     def _take_made(self) -> list[VectorIndex]:
         """Return the indices that threads have made since the last call."""
@@ -166,7 +181,8 @@ class SimilarFiles:
         with contextlib.suppress(Empty):
             while True:
                 made.append(self._made.get_nowait())
-        self._begun -= {id(index.segment) for index in made}
+        for index in made:
+            self._begun.pop(id(index.segment), None)
         return made
 
     def find_nearest(self, tokens: np.ndarray, n: int = _NEAREST, stores: int = -1) -> list[SimilarChunk]:

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny
+from fair_time import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_store import FINGERPRINT, TOKENIZER, segment_arrays, write_store
@@ -248,6 +250,41 @@ def test_no_request_waits_for_the_index_of_a_large_segment(tmp_path: Path, monke
     assert len(made) == 1
     router.reset([snapshot])
     assert router.find_nearest(request) == wanted
+
+
+def test_an_index_that_could_not_be_made_is_named_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [text(i, 300) for i in range(6)]
+    routed_store(tmp_path / "s", [files])
+    snapshot, request = Datastore.open(tmp_path / "s").snapshot, np.array(files[4], np.int32)
+    monkeypatch.setattr(routing, "INDEXED_AT_ONCE", len(files) - 1)
+    monkeypatch.setattr(routing, "RETRY_S", 0.0)
+    real, left, calls = routing.VectorIndex, [MemoryError("no room"), RuntimeError("FAISS")], list[Any]()
+
+    def fail_twice(segment: Any) -> Any:
+        calls.append(segment)
+        if left:
+            raise left.pop()
+        return real(segment)
+
+    monkeypatch.setattr(routing, "VectorIndex", fail_twice)
+    router = SimilarFiles([snapshot])
+    wait_until(lambda: router.find_nearest(request), 30)
+    assert len(calls) == 3
+    for why in ("RuntimeError: FAISS", "MemoryError: no room"):
+        assert caplog.text.count(why) == 1
+    assert str(snapshot.segments[0].path) in caplog.text
+    monkeypatch.setattr(routing, "RETRY_S", 60.0)
+    left.append(MemoryError("no room"))
+    router = SimilarFiles([snapshot])
+    assert router.find_nearest(request) == []
+    wait_until(lambda: caplog.text.count("no room") == 2, 30)
+    assert router.find_nearest(request) == []
+    for thread in threading.enumerate():
+        if thread.name == "datastore-index":
+            thread.join()
+    assert len(calls) == 4, "not tried again before its time"
 
 
 def test_inverted_lists_find_what_a_flat_index_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
