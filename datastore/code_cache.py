@@ -18,7 +18,6 @@ import os
 import pickle
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,8 @@ from numba.core.serialize import dumps
 from . import bundled_code
 from .cache_dir import cache_dir
 from .code_digest import compute_code_digest
+from .partial_files import SUFFIX as PARTIAL_SUFFIX
+from .partial_files import remove_stale, write_whole
 
 log = logging.getLogger(__name__)
 SUFFIX = ".nbc"  # of a file of machine code, as numba has it
@@ -196,12 +197,11 @@ class CodeCache(NullCache):
     def _write_content(self, path: Path, content: bytes) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         _remove(path for path in self._find_files() if not path.name.startswith(self._name))
-        partial = path.with_suffix(f".{uuid.uuid4().hex[:16]}")
-        try:
-            partial.write_bytes(self._compute_digest(content) + content)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        for pattern in (f".*{PARTIAL_SUFFIX}", "*.lock"):
+            remove_stale(self._folder, pattern)
+        if path in self._turns:  # so that nobody else writes it
+            remove_stale(self._folder, f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}", 0)
+        write_whole(path, self._compute_digest(content) + content)
 
     def _take_turn(self, path: Path) -> None:
         """Wait until no other process compiles what is to be in this file."""

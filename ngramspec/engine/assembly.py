@@ -28,6 +28,7 @@ from ngramspec.config import EngineConfig
 from ngramspec.datastore import code_cache
 from ngramspec.datastore.cache_dir import cache_dir, expand_home
 from ngramspec.datastore.garbage import pause_collector
+from ngramspec.datastore.partial_files import remove_stale
 from ngramspec.engine import background_compiler
 from ngramspec.engine.background_compiler import Progress
 from ngramspec.errors import InvalidInputError, MissingPackageError
@@ -154,6 +155,8 @@ def bind(
         for folder in ("code", "starts"):
             shutil.rmtree(cache_dir() / folder, ignore_errors=True)
 
+    for folder in ("code", "starts"):
+        remove_stale(cache_dir() / folder)
     with crashes.watch_start(cache_dir() / "crashes", clear_caches), pause_collector():
         numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
         code = background_compiler.start_compiling(_guess_compiled(model, config, device), progress) if device.device == "cpu" else None

@@ -18,7 +18,6 @@ import itertools
 import logging
 import os
 import queue
-import secrets
 import stat
 import threading
 import time
@@ -26,6 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from ngramspec.datastore.partial_files import SUFFIX, remove_stale, write_whole
 from ngramspec.errors import InvalidInputError
 from ngramspec.kv_cache.blocks import BlockTables
 from ngramspec.outputs import BLOCK
@@ -45,8 +45,7 @@ WAITING_BYTES = 64 << 20
 STALLED_S = 10.0  # without a file written, after which nobody waits for the disk at the end: longer than a sleeping disk takes to wake
 IDLE_S = 0.5  # without a request, until blocks are written
 _DIGEST = 16  # bytes of a checksum
-BLOCK_SUFFIX, STATE_SUFFIX, _PARTIAL = ".kv", ".state", ".part"
-STALE_S = 600.0  # age of a partial file after which the process that wrote it is taken to have been killed
+BLOCK_SUFFIX, STATE_SUFFIX = ".kv", ".state"
 RECOUNT = 0.05  # share of the bound that one process writes between two counts of what all have written
 _NAME = 32 * "[0-9a-f]"  # of a file: its block's hash
 
@@ -175,15 +174,7 @@ class PrefixFolder:
     def _write_file(self, name: str, body: bytes) -> None:
         """Write a block or state, and keep the folder within its bound. Raises OSError."""
         path = self.path / name
-        partial = path.with_suffix(f".{secrets.token_hex(8)}{_PARTIAL}")
-        try:
-            partial.touch(0o600)
-            partial.write_bytes(_compute_checksum(name, body) + body)
-            partial.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
+        write_whole(path, _compute_checksum(name, body) + body, 0o600)
         self._n_bytes += _DIGEST + len(body)
         self._n_written += _DIGEST + len(body)
         if self._n_bytes > self.max_bytes or self._n_written > RECOUNT * self.max_bytes:
@@ -209,10 +200,7 @@ class PrefixFolder:
 
     def _remove_stale(self) -> None:
         """Remove what a process that was killed had begun to write."""
-        for path in self._root.glob(f"*/{_NAME}.*{_PARTIAL}"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > STALE_S:
-                    path.unlink()
+        remove_stale(self._root, f"*/*{_NAME}.*{SUFFIX}")
 
     def _remove_truncated(self, files: list[tuple[float, int, Path]]) -> list[tuple[float, int, Path]]:
         """Remove this model's files that a crash or a full disk has cut short, so that all are written again; return the other files."""

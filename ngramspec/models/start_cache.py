@@ -19,7 +19,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import platform
 import shutil
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ngramspec.datastore.cache_dir import expand_home
+from ngramspec.datastore.partial_files import write_whole
 from ngramspec.errors import UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.expert_weights import join_experts, join_rows, transpose_experts
@@ -106,10 +106,8 @@ class StartRecord:
     def write(self, document: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(f".{os.getpid()}")
             text = json.dumps(document).encode()
-            partial.write_bytes(_digest(text) + text)
-            partial.replace(self.path)
+            write_whole(self.path, _digest(text) + text)
 
 
 def find_start_record(spec: str, settings: tuple[object, ...], cache_dir: Path) -> StartRecord | None:

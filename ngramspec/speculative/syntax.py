@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import zlib
 from collections.abc import Container, Mapping
@@ -23,6 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ngramspec.datastore.code_cache import njit
+from ngramspec.datastore.partial_files import write_whole
 from ngramspec.tokenizer.spelling import list_token_bytes
 
 SYNTAX = Path(__file__).with_name("syntax.npz")
@@ -233,7 +233,5 @@ def _read_numbers(cache: Path, digest: np.ndarray) -> np.ndarray | None:
 def _write_numbers(cache: Path, numbers: np.ndarray) -> None:
     with contextlib.suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
-        partial = cache.with_suffix(f".{os.getpid()}")
         raw = numbers.tobytes()
-        partial.write_bytes(raw + zlib.crc32(raw).to_bytes(4, "little"))
-        partial.replace(cache)
+        write_whole(cache, raw + zlib.crc32(raw).to_bytes(4, "little"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import pkgutil
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from numba.core.dispatcher import Dispatcher
 
 import ngramspec
 from ngramspec.datastore import code_cache
+from ngramspec.datastore.partial_files import STALE_S
 
 SOURCE = """
 from ngramspec.datastore.code_cache import njit
@@ -285,6 +288,24 @@ def test_cleared_code_is_compiled_again(load: Callable[[], ModuleType], compiled
     assert not any(path.exists() for path in compiled)
     module = load()
     assert (module.add(3, 4), _hits(module.add)) == (7, 0)
+
+
+def test_what_killed_processes_have_left_is_removed(load: Callable[[], ModuleType], compiled: list[Path]) -> None:
+    path, folder = compiled[0], compiled[0].parent
+    own, old, young, lock = (folder / name for name in (f".{path.name}.01.part", ".other.nbc.02.part", ".other.nbc.03.part", "other.lock"))
+    for each in (own, old, young, lock):
+        each.write_bytes(b"half")
+    for each in (old, lock):
+        os.utime(each, (0, time.time() - STALE_S))
+    for there in (True, False):
+        if not there:
+            path.unlink()
+        again = load()
+        again.add(1, 2)
+        again.add(1.5, 2)
+        assert own.exists() == there, "it goes when its file is compiled again"
+    assert path.exists()
+    assert [each.exists() for each in (own, old, young, lock)] == [False, False, True, False]
 
 
 def test_without_a_folder_that_can_be_written(

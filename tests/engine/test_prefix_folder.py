@@ -17,11 +17,12 @@ import pytest
 import tiny
 from fair_time import wait_until
 
+from ngramspec.datastore.partial_files import STALE_S
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.errors import InvalidInputError
 from ngramspec.kv_cache import prefix_folder
 from ngramspec.kv_cache.blocks import BlockHashes
-from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STALE_S, STATE_SUFFIX, PrefixFolder, PrefixStore, name_block
+from ngramspec.kv_cache.prefix_folder import KEPT_TOKENS, STATE_SUFFIX, PrefixFolder, PrefixStore, name_block
 from ngramspec.outputs import BLOCK, Completion
 from ngramspec.sampling_params import SamplingParams
 

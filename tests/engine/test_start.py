@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import tiny_gguf
 import tiny_store
 
 from ngramspec.datastore import TokenizerMismatchError
+from ngramspec.datastore.partial_files import STALE_S
 from ngramspec.engine.llm_engine import Engine
 from ngramspec.tokenizer.deferred import DeferredTokenizer
 
@@ -116,3 +119,16 @@ def test_a_store_of_another_tokenizer_is_refused_before_weights_are_packed(path:
         with pytest.raises(TokenizerMismatchError):
             Engine(str(path), datastore=tmp_path / "store", progress=stages.append, **options)
         assert not [stage for stage in stages if stage.startswith("packing")]
+
+
+def test_a_start_removes_what_killed_starts_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NGRAMSPEC_CACHE", str(tmp_path))
+    left = [tmp_path / folder / name for folder in ("code", "starts") for name in (".old.part", ".young.part")]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    for path in left[::2]:
+        os.utime(path, (0, time.time() - STALE_S))
+    with Engine(tiny.tiny_model("llama"), speculation=False):
+        pass
+    assert [path.exists() for path in left] == [False, True, False, True]

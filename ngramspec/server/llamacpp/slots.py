@@ -6,11 +6,9 @@ are. Each tenant has a folder and slots of its own. Token ids and names of files
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
-import secrets
 from array import array
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from ngramspec.datastore.cache_dir import expand_home
+from ngramspec.datastore.partial_files import remove_stale, write_whole
 from ngramspec.server.error_responses import ApiError, make_field_error
 
 MAX_FILES = 1000  # of a tenant
@@ -56,17 +55,13 @@ class SavedSlots:
         """Write a slot's file, in place of an earlier one; return its bytes. Raises ApiError."""
         path = self._get_path(tenant, filename)
         body = json.dumps({"model": self._model, "tokens": tokens}).encode()
-        partial = path.with_name(f".{secrets.token_hex(8)}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists() and sum(1 for _ in path.parent.iterdir()) >= MAX_FILES:
                 raise make_field_error("filename", f"{MAX_FILES} slots are saved already; give the name of one of them")
-            partial.touch(0o600)
-            partial.write_bytes(body)
-            partial.replace(path)
+            remove_stale(path.parent)
+            write_whole(path, body, 0o600)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise ApiError(500, f"the slot cannot be saved: {error.strerror}", code="slot_not_saved") from None
         return len(body)
 

@@ -26,6 +26,7 @@ from ngramspec.backends.cpu.codegen.targets import Target, get_host_target
 from ngramspec.backends.cpu.codegen.tiles import emit_int8_tiles, list_tile_rows
 from ngramspec.backends.cpu.formats import LINE, QuantFormat, WeightFormat
 from ngramspec.datastore import bundled_code
+from ngramspec.datastore.partial_files import write_whole
 
 INT8_ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # Row counts with a kernel of their own, besides those of tiles; other counts are made up of these.
 FLOAT_ROWS = (1, 2, 3, 4, 6, 8, 12)
@@ -193,9 +194,7 @@ def _write_object(path: Path | None, code: bytes) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{threading.get_native_id()}")
-        partial.write_bytes(hashlib.sha256(code).digest() + code)
-        partial.replace(path)
+        write_whole(path, hashlib.sha256(code).digest() + code)
         for old in sorted(path.parent.glob("*.o"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink()
     except OSError:  # it will be compiled again
