@@ -17,10 +17,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tiny_gguf
 from packaging.requirements import Requirement
 
 import ngramspec
 from ngramspec.cli.common import missing_packages
+from ngramspec.datastore import Datastore
 from tools import build_wheel
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +82,20 @@ def test_a_base_installation_says_what_a_command_needs(package: str, command: st
         done.stderr.splitlines()[-1]
         == f"ngramspec: {package} is not installed, which this command needs; run: pip install 'ngramspec[{extra}]'"
     )
+
+
+def test_a_base_installation_builds_a_datastore_for_a_gguf_file(tmp_path: Path) -> None:
+    model = tiny_gguf.write(tmp_path / "model.gguf")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a.py").write_text("def add(a, b):\n    return a + b\n" * 9)
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extra = [re.split(r"[><=]", name)[0].replace("-", "_") for name in listed["engine"]]
+    code = f"import sys; sys.modules |= dict.fromkeys({extra}); from ngramspec.cli.main import main; main()"
+    command = ["build-datastore", str(tmp_path / "tree"), "-o", str(tmp_path / "store"), "--tokenizer", str(model)]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with Datastore.open(tmp_path / "store") as store:
+        assert store.info()["documents"] == 1
 
 
 def test_a_base_installation_says_what_the_engine_needs(tmp_path: Path) -> None:

@@ -349,6 +349,11 @@ def load_tokenizer_backend(name: str | None) -> Any:
     """Return the `tokenizers.Tokenizer` of a model, which takes seconds to import and load; None if none is named."""
     if name is None:
         return None
+    from ngramspec.models import gguf, vocabulary
+    from ngramspec.models.names import RANDOM, locate_gguf, resolve
+
+    if not name.startswith(RANDOM) and isinstance(path := resolve(locate_gguf(name)), Path) and path.is_file():
+        return vocabulary.read_backend(gguf.read(path))
     from ngramspec.models.loader import load_tokenizer
 
     tokenizer = load_tokenizer(name)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from ngramspec.errors import TokenizerError
@@ -22,6 +22,7 @@ from ngramspec.models.splits import BLANK, split_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_CONTROL_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names of control tokens, and GGUF's
 # Tokens that end a text in every vocabulary that has them.
 END_NAMES = frozenset(
     [
@@ -165,9 +166,10 @@ def added_tokens(gguf: Gguf, tokens: list[str]) -> list[AddedToken]:
     ]
 
 
-def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
+def _build_byte_pairs(gguf: Gguf) -> tuple[Tokenizer, bool]:
     """Build the tokenizer of a file whose `tokenizer.ggml.model` is gpt2, or gemma4, which names its split itself.
 
+    Also returns whether texts begin with a control token if the file does not say.
     Raises TokenizerError for an unknown `tokenizer.ggml.pre`, or for merges that do not fit the vocabulary.
     """
     tokens, metadata = _read_tokens(gguf), gguf.metadata
@@ -184,11 +186,11 @@ def byte_pair_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = split.pre_tokenizer({token for token in ids if len(token) == 1})
     backend.decoder = split.decoder
     backend.add_tokens(added_tokens(gguf, tokens))
-    return _make_fast(backend, gguf, tokens, add_bos=split.add_bos)
+    return backend, split.add_bos
 
 
-def sentence_piece_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of a file whose `tokenizer.ggml.model` is llama.
+def _build_sentence_pieces(gguf: Gguf) -> tuple[Tokenizer, bool]:
+    """Build the tokenizer of a file whose `tokenizer.ggml.model` is llama. Returns what `_build_byte_pairs` does.
 
     Two pieces become one if that is a token, of all pairs first the one with the highest score. SentencePiece's first blank is put where
     llama.cpp puts it: before every text between control tokens, whether it begins with a blank or not. Raises TokenizerError.
@@ -209,23 +211,51 @@ def sentence_piece_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
     strip = [decoders.Strip(" ", 1, 0)] if begins else []
     backend.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     backend.add_tokens(added_tokens(gguf, tokens))
-    return _make_fast(backend, gguf, tokens, add_bos=True)
+    return backend, True
 
 
 def read_tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
     """Read the tokenizer that a GGUF file carries; it produces the ids that llama.cpp produces. Raises TokenizerError."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend, control = _read_parts(gguf)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=_read_templates(gguf), **control)
+
+
+def read_backend(gguf: Gguf) -> Tokenizer:
+    """Return what is the backend of `read_tokenizer`, without transformers and torch. Raises TokenizerError."""
+    backend, control = _read_parts(gguf)
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    named = (control[f"{name}_token"] for name in _CONTROL_KEYS)
+    backend.add_tokens([AddedToken(token, special=True) for token in named if token is not None and token not in added])
+    begin, end = (control[f"{name}_token"] if control[f"add_{name}_token"] else None for name in ("bos", "eos"))
+    first, second = (" ".join(f"{part}:{n}" for part in (begin, f"${text}", end) if part is not None) for n, text in enumerate("AB"))
+    ids = [(token, backend.token_to_id(token)) for token in (begin, end) if token is not None]
+    backend.post_processor = processors.TemplateProcessing(single=first, pair=f"{first} {second}", special_tokens=ids)
+    return backend
+
+
+def _read_parts(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer without control tokens around a text, and transformers' options about these. Raises TokenizerError."""
     most = max(_VOCABULARY, _PER_TOKEN * max((t.shape[0] for t in gguf.tensors.values() if len(t.shape) > 1), default=0))
     for key in gguf.metadata:
         if key.startswith("tokenizer.") and (length := array_length(gguf.headers[0], key)) > most:
             raise TokenizerError(f"{gguf.path}: {key} has {length} values; accepted: up to {most}, by its tensors")
-    makers = {"gpt2": byte_pair_tokenizer, "gemma4": byte_pair_tokenizer, "llama": sentence_piece_tokenizer}
+    makers = {"gpt2": _build_byte_pairs, "gemma4": _build_byte_pairs, "llama": _build_sentence_pieces}
     kind = gguf.metadata.get("tokenizer.ggml.model")
     if not isinstance(kind, str) or kind not in makers:
         raise TokenizerError(
             f"{gguf.path}: the tokenizer of this GGUF, model {kind!r:.80}, is not read; accepted: {', '.join(makers)}, or another model's, "
             "as a tokenizer= argument"
         )
-    return makers[kind](gguf)
+    backend, add_bos = makers[kind](gguf)
+    tokens, control = _read_tokens(gguf), dict[str, Any]()
+    for name, key in _CONTROL_KEYS.items():
+        number = gguf.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        control[f"{name}_token"] = tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
+    for name, adds in (("bos", add_bos), ("eos", False)):
+        control[f"add_{name}_token"] = gguf.metadata.get(f"tokenizer.ggml.add_{name}_token", adds) and control[f"{name}_token"] is not None
+    return backend, control
 
 
 def _order_merges(gguf: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -240,23 +270,6 @@ def _order_merges(gguf: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list
                 pairs.append((-score, i, token[:i], token[i:]))
     pairs.sort(key=lambda pair: pair[:2])
     return [(left, right) for _, _, left, right in pairs]
-
-
-def _make_fast(backend: Tokenizer, gguf: Gguf, tokens: list[str], add_bos: bool) -> PreTrainedTokenizerFast:
-    """Return transformers' tokenizer with the file's control tokens. `add_bos`: whether texts begin with one if the file does not say."""
-    from transformers import PreTrainedTokenizerFast
-
-    metadata, named = gguf.metadata, {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        named[f"{name}_token"] = tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        add_bos_token=metadata.get("tokenizer.ggml.add_bos_token", add_bos) and named["bos_token"] is not None,
-        add_eos_token=metadata.get("tokenizer.ggml.add_eos_token", False) and named["eos_token"] is not None,
-        chat_template=_read_templates(gguf),
-        **named,
-    )
 
 
 def _read_templates(gguf: Gguf) -> str | dict[str, str] | None:

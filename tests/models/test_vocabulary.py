@@ -12,12 +12,13 @@ import pytest
 import tiny
 import tiny_gguf
 
+from ngramspec.datastore.tokens import to_canonical_json
 from ngramspec.errors import TokenizerError, UnsupportedModelError
 from ngramspec.models import gguf
 from ngramspec.models.loader import eos_token_ids, load_tokenizer, open_model
 from ngramspec.models.splits import NAMES, split_of
 from ngramspec.models.start_cache import reopen_model
-from ngramspec.models.vocabulary import byte_pair_tokenizer, end_token_ids, end_token_ids_of
+from ngramspec.models.vocabulary import end_token_ids, end_token_ids_of, read_backend, read_tokenizer
 
 RECORD = json.loads((Path(__file__).parent / "splits.json").read_text())
 """What `tools.record_splits` has asked llama.cpp."""
@@ -36,7 +37,7 @@ def by_llama_cpp(name: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def smollm2_backend(smollm2_gguf: Path) -> Any:
-    return byte_pair_tokenizer(gguf.read(smollm2_gguf)).backend_tokenizer
+    return read_backend(gguf.read(smollm2_gguf))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,6 +90,22 @@ def test_what_texts_begin_with(tmp_path: Path, metadata: dict[str, Any], begins:
     path = tiny_gguf.write(tmp_path / "model.gguf", metadata=metadata)
     ids = load_tokenizer(str(path), cache_dir=tmp_path / "cache")("ab")["input_ids"]
     assert ids == [tiny_gguf.BOS] * begins + [ord("a"), ord("b")]
+
+
+@pytest.mark.parametrize(
+    ("family", "metadata"),
+    [
+        ("llama", {"tokenizer.ggml.pre": "llama-bpe"}),
+        ("llama", {"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.add_eos_token": True}),
+        ("llama", {"tokenizer.ggml.pre": "tekken", "tokenizer.ggml.add_eos_token": True}),
+        ("llama", {"tokenizer.ggml.bos_token_id": ord("a"), "tokenizer.ggml.unknown_token_id": ord("b")}),
+        ("gemma3", {}),
+        ("gemma3", {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.padding_token_id": 3}),
+    ],
+)
+def test_the_backend_is_what_transformers_makes_of_it(tmp_path: Path, family: str, metadata: dict[str, Any]) -> None:
+    file = gguf.read(tiny_gguf.write(tmp_path / "model.gguf", family, metadata=metadata))
+    assert to_canonical_json(read_backend(file)) == to_canonical_json(read_tokenizer(file).backend_tokenizer)
 
 
 @pytest.mark.parametrize("prefix", [None, True, False])
