@@ -120,7 +120,9 @@ class AdmissionQueue:
 
     def __init__(self, engine: Engine, settings: ServerSettings, metrics: Metrics) -> None:
         self.engine, self.settings, self.metrics = engine, settings, metrics
-        self.capacity = int(engine.props()["max_seqs"]) + settings.max_queue
+        self.n_slots = int(engine.props()["max_seqs"])
+        """Sequences that run at a time."""
+        self.capacity = self.n_slots + settings.max_queue
         """Sequences in flight: those that run and those that wait."""
         self.draining = False
         self._reservations: set[Reservation] = set()  # of all that are not answered to the end

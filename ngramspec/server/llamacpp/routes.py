@@ -133,7 +133,7 @@ class _LlamaHandler:
     def __init__(self, state: ServerState, tokens: LlamaTokenizer) -> None:
         self.state, self.engine, self.admission = state, state.engine, state.admission
         self.format = AnswerFormat(state.engine, tokens, state.names[0])
-        self.n_slots = int(state.engine.props()["max_seqs"])
+        self.n_slots = state.admission.n_slots
         self._warm_ups: dict[Reservation, tuple[tuple[str, int], frozenset[str]]] = {}
         """What computes prompts alone: its tenant and `id_slot`, and the parts of files in it."""
         self.saved: SavedSlots | None = None

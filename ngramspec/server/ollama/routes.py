@@ -6,6 +6,7 @@ statistics. The fields of requests are in `schemas`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
@@ -100,7 +101,11 @@ class _Models:
 
     def __init__(self, state: ServerState, prompts: Prompts) -> None:
         self._engine, self._prompts, self._fim = state.engine, prompts, state.fim
-        self._started, self._family = format_time(), str(state.engine.props()["architecture"])
+        self._started = format_time()
+
+    @functools.cached_property
+    def _family(self) -> str:
+        return str(self._engine.props()["architecture"])
 
     def describe(self, name: str) -> dict[str, Any]:
         digest = hashlib.sha256(self._engine.name.encode()).hexdigest()
