@@ -1,8 +1,8 @@
 """Fields of requests that all dialects share: sampling parameters, the form of the answer, and what speculation does.
 
-JSON that was parsed enters, checked requests leave. Types are strict (true is no number, "1" is none either). Sampling parameters come
-from their one declaration in `SamplingParams`; fields that a model does not have are judged by `field_support`. Knows neither dialects
-nor routes.
+JSON that was parsed enters, checked requests leave. Types are strict (true is no number, "1" is none either; 1.0 is an integer).
+Sampling parameters come from their one declaration in `SamplingParams`; fields that a model does not have are judged by `field_support`.
+Knows neither dialects nor routes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from ngramspec.server import field_support
 from ngramspec.server.error_responses import ApiError, make_field_error, require
 
 MAX_BIAS = 1 << 14  # entries of `logit_bias` that are checked one by one
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+
+def _read_whole(given: Any) -> Any:
+    return int(given) if type(given) is float and given.is_integer() else given
+
+
+# Takes 64.0 for 64: programs in which every number is a float write it so. true and "64" stay wrong.
+Whole = BeforeValidator(_read_whole)
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT), Whole]
 Item = TypeVar("Item")
 # A list of which only the first wrong item is reported: reporting half a million of them takes a minute.
 Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
@@ -73,7 +81,7 @@ def make_strict_type(kind: Kind) -> Any:
     """Return the pydantic type of what an option takes."""
     match kind:
         case Integer(low, high):
-            return Annotated[int, Field(ge=low, le=high)]
+            return Annotated[int, Field(ge=low, le=high), Whole]
         case Number(low, high, above):
             return Annotated[float, Field(gt=low, le=high) if above else Field(ge=low, le=high)]
         case Flag():

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from fastapi import FastAPI
@@ -78,13 +78,13 @@ def test_a_parameter_that_is_added_to_the_table_is_there_on_every_route(app: Fas
         assert {"type": "integer", "minimum": 1, "maximum": 9} in field["anyOf"]
     with TestClient(app, base_url="http://localhost") as client:
         for path, body in ROUTES.items():
-            for more, expected in (({}, 3), ({"patience": None}, 3), ({"patience": 5}, 5)):
+            for more, expected in (({}, 3), ({"patience": None}, 3), ({"patience": 5}, 5), ({"patience": 5.0}, 5)):
                 answer = client.post(path, json=body | more)
                 assert answer.status_code == 200, answer.text
                 assert submitted.pop().patience == expected
                 if "generation_settings" in answer.json():
                     assert answer.json()["generation_settings"]["patience"] == expected
-            for wrong in (0, 10, "5", True, 1.0, []):
+            for wrong in (0, 10, "5", True, 1.5, 10.0, []):
                 refused = client.post(path, json=body | {"patience": wrong})
                 assert (refused.status_code, refused.json()["error"]["param"]) == (400, "patience"), wrong
         assert client.get("/props").json()["default_generation_settings"]["params"]["patience"] == 3
@@ -113,16 +113,48 @@ NUMBERS = st.integers(-3, 7) | st.sampled_from([MAX_INT, MAX_INT + 1, 2**63]) | 
 VALUES = NUMBERS | st.booleans() | st.text("ab", max_size=2) | st.none()
 
 
+def is_taken(model: Any, value: Any) -> bool:
+    """Return whether the model, with a field `value`, takes a value."""
+    try:
+        model(value=value)
+    except ValidationError:
+        return False
+    return True
+
+
+def read_integers(value: Any) -> Any:
+    """Return a value with 1 in place of 1.0, as fields that take integers read it."""
+    if isinstance(value, list):
+        return [read_integers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @given(VALUES | st.lists(VALUES, max_size=3) | st.dictionaries(st.text("a1", max_size=1), NUMBERS, max_size=1))
 def test_a_field_takes_what_its_option_takes(kind: Kind, value: Any) -> None:
-    model = create_model("model", __base__=StrictModel, value=(make_strict_type(kind), ...))
-    try:
-        model(value=value)  # type: ignore[call-arg]
-        taken = True
-    except ValidationError:
-        taken = False
+    taken = is_taken(create_model("model", __base__=StrictModel, value=(make_strict_type(kind), ...)), value)
+    if isinstance(kind, Integer | TokenIds):
+        value = read_integers(value)
     assert taken == (kind.is_valid(value) and value is not None)  # null stands for the default, whatever the kind
+
+
+def list_models(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
+    for each in model.__subclasses__():
+        yield each
+        yield from list_models(each)
+
+
+def test_every_field_of_integers_takes_whole_floats() -> None:
+    n_fields = 0
+    for model in list_models(StrictModel):
+        for name, field in model.model_fields.items():
+            alone: Any = create_model(name, __base__=StrictModel, value=(Annotated[field.annotation, *field.metadata, "alone"], ...))
+            for number, whole in ((1, 1.0), ([1], [1.0]), ([[1]], [[1.0]])):
+                if is_taken(alone, number):
+                    n_fields += 1
+                    assert is_taken(alone, whole), (model, name)
+                    assert alone(value=whole).value == alone(value=number).value
+    assert n_fields > 100
 
 
 def test_what_a_type_cannot_say() -> None:

@@ -19,7 +19,7 @@ from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import MAX_STOPS
 from ngramspec.server.error_responses import make_field_error, require
 from ngramspec.server.openai.schemas import OpenAIRequest, Part, StopString
-from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
+from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel, Whole
 from ngramspec.server.tool_fields import (
     MAX_TOOLS,
     ChosenTool,
@@ -190,7 +190,7 @@ class CountTokensRequest(OpenAIRequest):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT), Whole]
     """More than the context holds is as much as it holds."""
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
 

@@ -21,6 +21,7 @@ from ngramspec.server.request_fields import (
     NullIsDefault,
     StrictModel,
     TokenId,
+    Whole,
     add_sampling_fields,
 )
 
@@ -43,23 +44,23 @@ class LlamaRequest(NullIsDefault, GenerationFields):
     defaults: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     """llama.cpp's defaults, if they are not those of `SamplingParams`."""
 
-    n_predict: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
+    n_predict: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] = -1
     """-1: until the context is full; 0: the prompt is computed, and nothing written."""
-    max_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] | None = None
     """`n_predict` by its other name, used if that is not given."""
-    n_cmpl: Annotated[int, Field(ge=1, le=128)] = 1
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=128), Whole] = 1
+    n: Annotated[int, Field(ge=1, le=128), Whole] | None = None
     """`n_cmpl` in OpenAI's words."""
     logit_bias: Annotated[Items[Annotated[tuple[TokenId | str, float | bool], Strict(False)]] | dict[str, float | bool], Few] = Field(
         default_factory=list
     )
     """[[token, bias], …] or {token: bias, …}: ids, or texts, of which each token is meant; false instead of a number bans it."""
-    seed: Annotated[int, Field(ge=-MAX_NEGATIVE_SEED, le=MAX_SEED)] = -1
+    seed: Annotated[int, Field(ge=-MAX_NEGATIVE_SEED, le=MAX_SEED), Whole] = -1
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] = ""
-    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
-    n_indent: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Whole] = 0
+    n_indent: Annotated[int, Field(ge=0, le=MAX_INT), Whole] = 0
     """A line with less indentation than this number of blanks and tabs ends the text."""
-    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] = 0
     """Milliseconds after which the next line end ends the text. 0, -1: never."""
     return_tokens: bool = False
     response_fields: Items[str] = Field(default_factory=list)
@@ -67,7 +68,7 @@ class LlamaRequest(NullIsDefault, GenerationFields):
     return_progress: bool = False
     timings_per_token: bool = False
     stream: bool = False
-    id_slot: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
+    id_slot: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] = -1
     """The slot whose tokens can be saved afterwards; -1: none."""
     prediction: str | None = None
     """The output that is expected."""

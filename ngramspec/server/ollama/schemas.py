@@ -17,7 +17,7 @@ from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, TOOL, Call, Turn
 from ngramspec.sampling_params import MAX_SEED, MAX_STOPS
 from ngramspec.server.error_responses import make_field_error
 from ngramspec.server.openai.schemas import OpenAIRequest, StopString
-from ngramspec.server.request_fields import Items, NullIsDefault, StrictModel, TokenId, add_sampling_fields
+from ngramspec.server.request_fields import Items, NullIsDefault, StrictModel, TokenId, Whole, add_sampling_fields
 from ngramspec.server.tool_fields import MAX_TOOLS, ToolDeclared
 
 # The role of messages of their own in which Continue sends back what the assistant thought. Ollama's templates skip them.
@@ -34,11 +34,11 @@ class Options(StrictModel):
     defaults: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
     """Ollama's defaults, if they are not those of `SamplingParams`."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=MAX_INT)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MAX_INT), Whole] | None = None
     """-2, -1, 0: as many as fit."""
-    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED), Whole] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2), Whole] | None = None
     typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
@@ -61,7 +61,7 @@ class OllamaRequest(NullIsDefault):
     """Accepted: the model stays loaded."""
     logprobs: bool | None = None
     """Tell the log-probability of each token."""
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), Whole] | None = None
     """Tell the most likely tokens in each one's place, too, with `logprobs`."""
 
     @property

@@ -20,7 +20,7 @@ from ngramspec.prompts.tool_calls.toolbox import Toolbox, make_toolbox
 from ngramspec.server.error_responses import make_field_error, rename_params, require
 from ngramspec.server.field_support import RESPONSES
 from ngramspec.server.openai.schemas import OpenAIRequest, Part
-from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel
+from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel, Whole
 from ngramspec.server.tool_fields import (
     MAX_TOOLS,
     AllowedTools,
@@ -108,7 +108,7 @@ class ResponsesRequest(OpenAIRequest):
 
     input: str | Annotated[Items[InputItem], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT), Whole] | None = None
     tools: Annotated[Items[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -121,7 +121,7 @@ class ResponsesRequest(OpenAIRequest):
     store: bool | None = None
     """False: no later request goes on from this response."""
     reasoning: Reasoning | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), Whole] | None = None
     enable_response_messages: bool | None = None
     """The response shows prompt and output as the model has them, in vLLM's words."""
 

@@ -14,11 +14,11 @@ from ngramspec.options import MAX_INT
 from ngramspec.prompts.messages import MEDIA, name_omitted
 from ngramspec.sampling_params import MAX_LOGPROBS, MAX_NEGATIVE_SEED, MAX_SEED, MAX_STOPS
 from ngramspec.server.field_support import CHAT, COMPLETIONS
-from ngramspec.server.request_fields import OTHER_NAMES, Few, GenerationFields, Items, StrictModel, TokenId, add_sampling_fields
+from ngramspec.server.request_fields import OTHER_NAMES, Few, GenerationFields, Items, StrictModel, TokenId, Whole, add_sampling_fields
 from ngramspec.server.tool_fields import MAX_TOOLS, ToolCalled, ToolChoice, ToolDeclared
 
 # -1: as many as fit; 0: the prompt is computed, and nothing is written.
-MaxTokens = Annotated[int, Field(ge=-1, le=MAX_INT)]
+MaxTokens = Annotated[int, Field(ge=-1, le=MAX_INT), Whole]
 StopString = Annotated[str, Field(min_length=1)]
 
 
@@ -33,9 +33,9 @@ class OpenAIRequest(GenerationFields):
     """The fields that OpenAI's routes share."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=128), Whole] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_NEGATIVE_SEED, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_NEGATIVE_SEED, le=MAX_SEED), Whole] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Few] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -43,7 +43,7 @@ class OpenAIRequest(GenerationFields):
     """A stream says how much of the prompt is done."""
     timings_per_token: bool | None = None
     user: str | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT), Whole] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
 
@@ -52,11 +52,11 @@ class ServerFields(StrictModel):
 
     n_predict: MaxTokens | None = None
     """`max_tokens` in llama.cpp's words."""
-    n_cmpl: Annotated[int, Field(ge=1, le=128)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=128), Whole] | None = None
     """`n` in llama.cpp's words."""
-    n_probs: Annotated[int, Field(ge=0, le=20)] | None = None
+    n_probs: Annotated[int, Field(ge=0, le=20), Whole] | None = None
     """Log-probabilities in llama.cpp's words: the number of tokens beside the one that was taken."""
-    prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS), Whole] | None = None
     """Log-probabilities of the prompt's tokens, and of this many others; -1: of the whole vocabulary."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -71,11 +71,11 @@ class CompletionRequest(ServerFields, OpenAIRequest):
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] | None = None
     suffix: str | None = None
     max_tokens: MaxTokens | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128), Whole] | None = None
     use_beam_search: bool | None = None
     """The `n` best texts that beam search finds."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS), Whole] | None = None
     echo: bool | None = None
     parse_special: bool | None = None
     """False: control tokens in the prompt's text are spelled out. Default: what the server's settings say."""
@@ -163,7 +163,7 @@ class ChatRequest(ChatPrompt, ServerFields, OpenAIRequest):
     include_reasoning: bool | None = None
     """False: thoughts are left out."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=20), Whole] | None = None
     echo: bool | None = None
     """The last message, if it is the assistant's, stands before the answer."""
     prediction: Prediction | None = None
