@@ -53,7 +53,8 @@ class ChosenTool(ToolNamed):
     allowed_tools: AllowedTools | None = None
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+# `any`: what Mistral and Anthropic call `required`.
+ToolChoice = Literal["none", "auto", "required", "any"] | ChosenTool
 
 
 class FunctionCalled(StrictModel):
@@ -109,12 +110,12 @@ def read_function(function: FunctionDeclared, where: str) -> DeclaredTool:
 def read_choice(choice: ToolChoice | None) -> NamedTools | Literal["none", "auto", "required"] | None:
     """Return what `tool_choice` asks for, or the tools that it names. Raises ApiError (400)."""
     if not isinstance(choice, ChosenTool):
-        return choice
+        return "required" if choice == "any" else choice
     if choice.type == "allowed_tools" and (allowed := choice.allowed_tools) is not None:
         return NamedTools([_read_name(tool) for tool in allowed.tools], required=allowed.mode == "required", several=True)
     if choice.type == "function":
         return NamedTools([_read_name(choice)])
-    raise make_field_error("tool_choice", "must be 'none', 'auto', 'required', a function's name or allowed_tools")
+    raise make_field_error("tool_choice", "must be 'none', 'auto', 'required' or 'any', a function's name or allowed_tools")
 
 
 def _read_name(tool: ToolNamed) -> str:

@@ -170,14 +170,14 @@ ASKED: dict[str, Any] = {"model": "", "messages": MESSAGES, "tools": TOOLS, "max
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("choice", ["required", "draw", "time", "allowed"])
+@pytest.mark.parametrize("choice", ["required", "any", "draw", "time", "allowed"])
 def test_what_must_be_called_is(api: openai.OpenAI, choice: str, seed: int) -> None:
     chosen: Any = choice
     names = {"draw", "time"}
     if choice == "allowed":
         allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "time"}}]}
         chosen, names = {"type": "allowed_tools", "allowed_tools": allowed}, {"time"}
-    elif choice != "required":
+    elif choice not in ("required", "any"):
         chosen, names = {"type": "function", "function": {"name": choice}}, {choice}
     asked: Any = ASKED | {"tool_choice": chosen, "parallel_tool_calls": False, "seed": seed, "temperature": 1.0}
     made: Any = api.chat.completions.create(**asked)
@@ -455,7 +455,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [declared(f"f{i}", {}) for i in range(MAX_TOOLS + 1)]}),
     ("tools", {"tools": "all"}),
     ("tool_choice", {"tool_choice": "required"}),
-    ("tool_choice", {"tools": TOOLS, "tool_choice": "any"}),
+    ("tool_choice", {"tools": TOOLS, "tool_choice": "all"}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "who"}}}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function"}}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "draw"}}}),
