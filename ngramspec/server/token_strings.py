@@ -37,6 +37,10 @@ class TokenTexts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def decode_within(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens as it stands within a running text: with the blank before a first word, which decoders leave out."""
+        return self._decode(list(tokens))[len(self._before) :]
+
     def decode_each(self, tokens: Sequence[int], special: SpecialTokens = SpecialTokens.SKIPPED) -> list[str]:
         """Return what each of a text's tokens adds to it: whole characters where they are complete."""
         if self._tokenizer is None or not tokens:
@@ -48,7 +52,7 @@ class TokenTexts:
     def _find_bytes(self, token: int) -> bytes:
         if self._tokenizer is None:
             return b""
-        text = self._decode([token])[len(self._before) :]
+        text = self.decode_within([token])
         if _REPLACEMENT not in text:
             return text.encode()
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""

@@ -67,10 +67,10 @@ class DetokenizeBody(StrictModel):
 
 
 class DetokenizeResponse(BaseModel):
-    """The text, by llama.cpp's name and by vLLM's."""
-
     content: str
+    """The text by llama.cpp's name, and as llama.cpp has it: its first word with the blank that a tokenizer puts before it."""
     prompt: str
+    """The text by vLLM's name, and as the tokenizer decodes it."""
 
 
 def make_router(state: ServerState) -> APIRouter:
@@ -106,9 +106,13 @@ def make_router(state: ServerState) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeBody, identity: Who) -> DetokenizeResponse:
         """Return the text of ids, control tokens included."""
+
+        def decode() -> DetokenizeResponse:
+            prompt = tokens.decode(body.tokens)
+            return DetokenizeResponse(content=tokens.texts.decode_within(body.tokens), prompt=prompt)
+
         with state.admission.reserve():
-            text = await state.encoders.run(identity.tenant, len(body.tokens), lambda: tokens.decode(body.tokens))
-        return DetokenizeResponse(content=text, prompt=text)
+            return await state.encoders.run(identity.tenant, len(body.tokens), decode)
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info(identity: Who) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import tiny
 from fair_time import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_server import Server, left_clean, routes_of
+from tiny_server import Server, left_clean, routes_of, tiny_engine
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -639,6 +639,19 @@ def test_tokens_and_back(editor: httpx.Client) -> None:
     ]
     assert post(editor, "/tokenize", {"content": ""})["tokens"] == []
     assert post(editor, "/detokenize", {"tokens": []})["content"] == ""
+
+
+def test_a_first_word_has_its_blank(make_server: Callable[..., Any]) -> None:
+    """llama.cpp puts the texts of tokens one after another; a SentencePiece decoder, as vLLM asks it, drops the first blank."""
+    with (
+        tiny_engine(tokenizer=tiny.word_tokenizer(), max_model_len=64, kv_memory=16 << 20) as engine,
+        httpx.Client(base_url=make_server(engine=engine).url, timeout=60) as client,
+    ):
+        text = "the a. 日é the"
+        tokens = post(client, "/tokenize", {"content": text})["tokens"]
+        for tail, content in ((tokens, f" {text}"), (tokens[1:], text), ([], "")):
+            assert post(client, "/detokenize", {"tokens": tail}) == {"content": content, "prompt": engine.detokenize(tail)}
+        assert engine.detokenize(tokens) == text
 
 
 def test_properties(editor: httpx.Client, fim_engine: Engine) -> None:
