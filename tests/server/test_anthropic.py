@@ -13,6 +13,8 @@ from pydantic import SecretStr
 from test_tools import SHAPE, TIME, check
 from tiny_server import Server
 
+from ngramspec.prompts.tool_calls.tool_prompt import Call, Turn
+from ngramspec.server.anthropic.schemas import CountTokensRequest
 from ngramspec.server.settings import Key, ServerSettings
 
 FLAT = [{"name": "draw", "description": "a draw", "input_schema": SHAPE}, {"name": "time", "description": "a time", "input_schema": TIME}]
@@ -216,6 +218,96 @@ def test_no_tools_are_shown_where_none_may_be_called(client: httpx.Client) -> No
     assert client.post("/v1/messages/count_tokens", json={"messages": DRAW, "tools": FLAT}).json() != plain
 
 
+PAGE = {"type": "web_search_result", "title": "A title", "url": "https://a", "encrypted_content": "EqgB", "page_age": None}
+PAGE_SHOWN = '[{"type": "web_search_result", "title": "A title", "url": "https://a", "page_age": null}]'
+LOGS = {"type": "bash_code_execution_result", "stdout": "3\n", "stderr": "", "return_code": 0, "content": []}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+HOSTED: list[Any] = [
+    {"role": "user", "content": "search"},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "I search.", "signature": "a"},
+        {"type": "text", "text": "Searching."},
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "a"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": [PAGE]},
+        {"type": "server_tool_use", "id": "srvtoolu_2", "name": "bash_code_execution", "input": {"command": "ls"}},
+        {"type": "mcp_tool_use", "id": "mcptoolu_1", "name": "time", "server_name": "clock", "input": {}},
+        {"type": "bash_code_execution_tool_result", "tool_use_id": "srvtoolu_2", "content": LOGS},
+        {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "is_error": False, "content": [{"type": "text", "text": "noon"}]},
+        {"type": "text", "text": "Found.", "citations": [{"type": "web_search_result_location", "url": "https://a"}]},
+        {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {}},
+    ]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "a file"}]},
+]  # fmt: skip
+HOSTED_TURNS = [
+    Turn("user", "search"),
+    Turn("assistant", "Searching.", (Call("srvtoolu_1", "web_search", '{"query": "a"}'),), thoughts="I search."),
+    Turn("tool", PAGE_SHOWN, call_id="srvtoolu_1", name="web_search"),
+    Turn("assistant", "", (Call("srvtoolu_2", "bash_code_execution", '{"command": "ls"}'), Call("mcptoolu_1", "time", "{}"))),
+    Turn("tool", json.dumps(LOGS), call_id="srvtoolu_2", name="bash_code_execution"),
+    Turn("tool", "noon", call_id="mcptoolu_1", name="time"),
+    Turn("assistant", "Found.", (Call("toolu_1", "Read", "{}"),)),
+    Turn("tool", "a file", call_id="toolu_1", name="Read"),
+]
+
+
+def test_a_conversation_with_anthropics_own_tools_goes_on(client: httpx.Client) -> None:
+    """What its tools were asked, and what they found, is in the prompt as if they were functions."""
+    assert CountTokensRequest.model_validate(ASKED | {"messages": HOSTED}).make_turns() == HOSTED_TURNS
+    for n in (2, 3):  # the first ends with a call
+        made = client.post("/v1/messages", json=ASKED | {"messages": HOSTED[:n]})
+        assert made.status_code == 200, made.text
+    fetched = {"type": "web_fetch_result", "url": "https://a", "content": PDF}
+    found = {"type": "web_fetch_tool_result", "tool_use_id": "a", "content": fetched}
+    summary = [{"type": "compaction", "content": "Earlier: hello.", "encrypted_content": "a"}, {"type": "compaction", "content": None}]
+    asked = {"messages": [HOSTED[0], {"role": "assistant", "content": [*summary, found]}]}
+    turns = CountTokensRequest.model_validate(asked).make_turns()
+    assert (turns[1], turns[2].role, len(turns)) == (Turn("assistant", "Earlier: hello."), "tool", 3)
+    assert json.loads(turns[2].content)["content"]["source"]["data"] == "[omitted: this model reads text only]"
+
+
+def test_a_search_at_anthropic_loads_tools(client: httpx.Client) -> None:
+    references = [{"type": "tool_reference", "tool_name": "CronList"}]
+    searched = {"type": "tool_search_tool_search_result", "tool_references": references}
+    messages = [FOUND[0], {"role": "assistant", "content": [
+        {"type": "server_tool_use", "id": "a", "name": "tool_search_tool_regex", "input": {"pattern": "Cron"}},
+        {"type": "tool_search_tool_result", "tool_use_id": "a", "content": searched},
+    ]}]  # fmt: skip
+    tools = [{"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}, CRON | {"defer_loading": True}]
+    asked = {"messages": messages, "tools": tools, "tool_choice": {"type": "tool", "name": "CronList"}, "max_tokens": 60}
+    made = client.post("/v1/messages", json=asked)
+    assert made.status_code == 200, made.text
+    assert made.json()["content"][0]["name"] == "CronList"
+    assert CRON["description"] in CountTokensRequest.model_validate(asked).make_turns()[-1].content
+
+
+DOCUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a\nb"}}, "{}a\nb{}"),
+    (
+        {"type": "document", "source": {"type": "content", "content": "a"}, "title": "T", "context": "C", "citations": {"enabled": True}},
+        "<document>\n<title>T</title>\n<context>C</context>\n<document_content>\na{}",
+    ),
+    ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": each} for each in "ab"]}}, "{}a\nb{}"),
+    (
+        {"type": "search_result", "source": "https://a", "title": "T", "content": [{"type": "text", "text": "a"}]},
+        "<document>\n<source>https://a</source>\n<title>T</title>\n<document_content>\na{}",
+    ),
+]
+
+
+def test_documents_that_are_text_are_read(client: httpx.Client) -> None:
+    for given, expected in DOCUMENTS:
+        text = expected.replace("{}", "<document>\n<document_content>\n", expected.startswith("{}"))
+        text = text.replace("{}", "\n</document_content>\n</document>")
+        asked = ASKED | {"messages": [{"role": "user", "content": [{"type": "text", "text": "read"}, given]}]}
+        assert CountTokensRequest.model_validate(asked).make_turns() == [Turn("user", f"read\n{text}")]
+        assert client.post("/v1/messages", json=asked).status_code == 200
+        result = {"type": "tool_result", "tool_use_id": "a", "content": [given, PDF]}
+        asked = {"messages": [{"role": "user", "content": [result]}]}
+        assert CountTokensRequest.model_validate(asked).make_turns() == [
+            Turn("tool", f"{text}\n[document omitted: this model reads text only]", call_id="a")
+        ]
+
+
 def test_the_assistants_message_is_continued(client: httpx.Client) -> None:
     begun = [*DRAW, {"role": "assistant", "content": "I will"}]
     made = client.post("/v1/messages", json=ASKED | {"messages": begun}).json()
@@ -314,6 +406,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].content", {"messages": [{"role": "user", "content": 1}]}),
     ("messages[0].content[0].image: no blocks of this type", block(type="image", source={"type": "url", "url": "http://a"})),
     ("messages[0].content[0].document: no blocks of this type", block(type="document")),
+    ("messages[0].content[0].document: no blocks of this type", block(**PDF)),
+    ("messages[0].content[0].server_tool_use: no blocks of this type", block(type="server_tool_use", id="a", name="b", input={})),
     ("messages[0].content[0].tool_use: no blocks of this type", block(type="tool_use", id="a", name="b", input={})),
     ("messages[0].content[0].text", block(type="text")),
     ("messages[0].content[0].tool_use_id", block(type="tool_result", content="a")),

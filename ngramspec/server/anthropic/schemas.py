@@ -18,6 +18,7 @@ from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, US
 from ngramspec.prompts.tool_calls.toolbox import Toolbox
 from ngramspec.sampling_params import MAX_STOPS
 from ngramspec.server.error_responses import make_field_error, require
+from ngramspec.server.hosted_tools import describe_found, find_references
 from ngramspec.server.openai.schemas import OpenAIRequest, Part, StopString
 from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel, Whole
 from ngramspec.server.tool_fields import (
@@ -62,10 +63,42 @@ class MessagesTool(StrictModel):
         return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
 
 
-class ResultBlock(Part):
-    """A text, or the name of a tool that a search has found."""
+class DocumentSource(StrictModel):
+    """The place of a document's text: `data` if `type` is text, `content` if it is content."""
+
+    type: str
+    data: str | None = None
+    content: str | Items[Part] | None = None
+
+
+class DocumentPart(Part):
+    """A text, a document, or what a search has found."""
+
+    source: str | DocumentSource | None = None
+    title: str | None = None
+    context: str | None = None
+
+    def spell_document(self, content: str | Sequence[Part] | None) -> Self:
+        """Return a document, or a search result of this content, as text in the form of Anthropic's guide to prompts, if it is text."""
+        said = content if self.type == "search_result" else None
+        if self.type == "document" and isinstance(self.source, DocumentSource):
+            said = {"text": self.source.data, "content": self.source.content}.get(self.source.type)
+        if said is not None and not isinstance(said, str):
+            is_text = all(part.type == "text" and part.text is not None for part in said)
+            said = "\n".join(part.text or "" for part in said) if is_text else None
+        if said is None:
+            return self
+        heads = {"source": self.source if isinstance(self.source, str) else None, "title": self.title, "context": self.context}
+        lines = [f"<{name}>{value}</{name}>" for name, value in heads.items() if value]
+        text = "\n".join(("<document>", *lines, "<document_content>", said, "</document_content>", "</document>"))
+        return self.model_copy(update={"type": "text", "text": text})
+
+
+class ResultBlock(DocumentPart):
+    """A text, a document, what a search has found, or the name of a tool that one has found."""
 
     tool_name: str | None = None
+    content: str | Items[Part] | None = None
 
 
 class ToolChanged(StrictModel):
@@ -75,16 +108,25 @@ class ToolChanged(StrictModel):
     definition: MessagesTool | None = None
 
 
-class Block(Part):
-    """A text, a call that the assistant made, its result, a chain of thought, or a change of the tools."""
+class Block(DocumentPart):
+    """A text, a document, a call that the assistant made, its result, a chain of thought, or a change of the tools."""
 
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | Items[ResultBlock] | None = None
+    found: Any = None
+    """The content of a block whose type ends in `_tool_result`: what a tool found that ran at Anthropic."""
     thinking: str | None = None
     tool: ToolChanged | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_found(cls, given: Any) -> Any:
+        if isinstance(given, dict) and isinstance(kind := given.get("type"), str) and kind.endswith("_tool_result"):
+            return given | {"content": None, "found": given.get("content")}
+        return given
 
     def list_tools(self, deferred: Mapping[str, MessagesTool]) -> list[MessagesTool]:
         """Return the tools that this block describes to the model. `deferred`: the request's tools that their declaration does not."""
@@ -93,7 +135,7 @@ class Block(Part):
         elif self.type == "tool_result" and isinstance(self.content, list):
             named = [deferred.get(each.tool_name or "") for each in self.content if each.type == "tool_reference"]
         else:
-            named = []
+            named = [deferred.get(name) for name in find_references(self.found)]
         return [tool for tool in named if tool is not None and tool.is_function]
 
 
@@ -218,8 +260,10 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferre
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Call] = []
-    for i, block in enumerate(message.content):
+    is_told = False  # there is a turn already
+    for i, given in enumerate(message.content):
         place = f"{where}.content[{i}]"
+        block = given.spell_document(given.content) if message.role == USER else given
         match block.type:
             case "text":
                 texts.append(require(block.text, f"{place}.text"))
@@ -227,11 +271,21 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferre
                 thoughts += [block.thinking] if block.thinking and message.role == ASSISTANT else []
             case "redacted_thinking":
                 pass
-            case "tool_use" if message.role == ASSISTANT:
-                given = json.dumps(require(block.input, f"{place}.input"), ensure_ascii=False)
-                call = Call(require(block.id, f"{place}.id"), require(block.name, f"{place}.name"), given)
+            case "compaction" if message.role == ASSISTANT:  # a summary of what was said before, which stands here, too
+                texts += [block.content] if isinstance(block.content, str) else []
+            case kind if message.role == ASSISTANT and kind.endswith("tool_use"):
+                arguments = json.dumps(require(block.input, f"{place}.input"), ensure_ascii=False)
+                call = Call(require(block.id, f"{place}.id"), require(block.name, f"{place}.name"), arguments)
                 calls.append(call)
                 names[call.id] = call.name
+            case kind if message.role == ASSISTANT and kind.endswith("_tool_result"):
+                call_id = require(block.tool_use_id, f"{place}.tool_use_id")
+                if texts or calls or thoughts:
+                    yield Turn(ASSISTANT, "\n".join(texts), tuple(calls), thoughts="\n".join(thoughts))
+                    texts, calls, thoughts = [], [], []
+                is_told = True
+                text = "\n".join(filter(None, (describe_found(block.found), _describe_tools(block.list_tools(deferred)))))
+                yield Turn(TOOL, text, call_id=call_id, name=names.get(call_id))
             case "tool_result" if message.role == USER:
                 if texts:
                     yield Turn(USER, "\n".join(texts))
@@ -239,7 +293,8 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferre
                 call_id = require(block.tool_use_id, f"{place}.tool_use_id")
                 content = block.content or ""
                 if not isinstance(content, str):
-                    content = _join([part.name_media() for part in content if part.type != "tool_reference"], f"{place}.content")
+                    parts = [part.spell_document(part.content).name_media() for part in content if part.type != "tool_reference"]
+                    content = _join(parts, f"{place}.content")
                 text = "\n".join(filter(None, (content, _describe_tools(block.list_tools(deferred)))))
                 yield Turn(TOOL, text, call_id=call_id, name=names.get(call_id))
             case "tool_addition" | "tool_removal" if message.role == SYSTEM:
@@ -247,7 +302,7 @@ def _make_turns(message: ChatMessage, where: str, names: dict[str, str], deferre
             case other:  # named as in Anthropic's errors: Claude Code finds an image by its place, leaves it out and tries again
                 why = f"no blocks of this type in a message of the {message.role}; text and tools only"
                 raise make_field_error(f"{place}.{other[:40]}", why, "not_supported")
-    if texts or calls or message.role == ASSISTANT:
+    if texts or calls or thoughts or (message.role == ASSISTANT and not is_told):
         yield Turn(message.role, "\n".join(texts), tuple(calls), thoughts="\n".join(thoughts))
 
 
