@@ -13,8 +13,10 @@ from pydantic import BaseModel
 from test_tools import SHAPE, TIME, calling_engine, check
 from tiny_server import Server
 
+from ngramspec.prompts.tool_calls.tool_prompt import Call, Turn
 from ngramspec.server.error_responses import ApiError
 from ngramspec.server.openai.response_store import ResponseStore
+from ngramspec.server.openai.responses_schemas import ResponsesRequest
 
 FLAT: list[Any] = [
     {"type": "function", "name": "draw", "description": "a draw", "parameters": SHAPE, "strict": False},
@@ -76,6 +78,59 @@ def test_items_are_messages(api: openai.OpenAI) -> None:
     assert made.usage is not None
     assert like.usage is not None
     assert made.usage.input_tokens == like.usage.prompt_tokens
+
+
+HOSTED: list[dict[str, Any]] = [
+    {"role": "user", "content": "search"},
+    {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "clock", "tools": []},
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "a"}},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Found.", "annotations": []}]},
+    {"type": "file_search_call", "id": "fs_1", "queries": ["a"], "results": [{"text": "b", "encrypted_content": "gAAA"}]},
+    {"type": "code_interpreter_call", "id": "ci_1", "code": "1+1", "container_id": "x", "outputs": [{"type": "logs", "logs": "2"}]},
+    {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "iVBORw0KGgo="},
+    {"type": "mcp_call", "id": "mcp_1", "server_label": "clock", "name": "time", "arguments": '{"zone": "utc"}', "output": "noon"},
+    {"type": "local_shell_call", "id": "ls_1", "call_id": "c1", "status": "completed", "action": {"type": "exec", "command": ["ls"]}},
+    {"type": "computer_call", "id": "cu_1", "call_id": "c2", "action": {"type": "screenshot"}},
+    {"type": "local_shell_call_output", "id": "c1", "output": "a.py"},
+    {"type": "computer_call_output", "call_id": "c2", "output": {"type": "computer_screenshot", "image_url": "data:image/png;base64,AA"}},
+]
+HOSTED_TURNS = [
+    Turn("user", "search"),
+    Turn("assistant", "", (Call("ws_1", "web_search", '{"action": {"type": "search", "query": "a"}}'),)),
+    Turn("tool", "[omitted: only OpenAI has what was found]", call_id="ws_1", name="web_search"),
+    Turn("assistant", "Found.", (Call("fs_1", "file_search", '{"queries": ["a"]}'),)),
+    Turn("tool", '[{"text": "b"}]', call_id="fs_1", name="file_search"),
+    Turn("assistant", "", (Call("ci_1", "code_interpreter", '{"code": "1+1", "container_id": "x"}'),)),
+    Turn("tool", '[{"type": "logs", "logs": "2"}]', call_id="ci_1", name="code_interpreter"),
+    Turn("assistant", "", (Call("ig_1", "image_generation", "{}"),)),
+    Turn("tool", "[image omitted: this model reads text only]", call_id="ig_1", name="image_generation"),
+    Turn("assistant", "", (
+        Call("mcp_1", "time", '{"zone": "utc"}'),
+    )),
+    Turn("tool", "noon", call_id="mcp_1", name="time"),
+    Turn("assistant", "", (
+        Call("c1", "local_shell", '{"action": {"type": "exec", "command": ["ls"]}}'),
+        Call("c2", "computer", '{"action": {"type": "screenshot"}}'),
+    )),
+    Turn("tool", "a.py", call_id="c1", name="local_shell"),
+    Turn(
+        "tool", '{"type": "computer_screenshot", "image_url": "[omitted: this model reads text only]"}', call_id="c2", name="computer"
+    ),
+]  # fmt: skip
+
+
+def test_a_conversation_with_openais_own_tools_goes_on(client: httpx.Client) -> None:
+    """What its tools were asked, and what they found, is in the prompt as if they were functions."""
+    assert ResponsesRequest.model_validate({"input": HOSTED}).turns == HOSTED_TURNS
+    asked: dict[str, Any] = {"max_output_tokens": 2, "temperature": 0}
+    made = client.post("/v1/responses", json=asked | {"input": HOSTED[:4]})
+    assert made.status_code == 200, made.text
+    listed = client.get(f"/v1/responses/{made.json()['id']}/input_items?order=asc").json()["data"]
+    assert [item["type"] for item in listed] == [item.get("type", "message") for item in HOSTED[:4]]
+    more = [*HOSTED[:4], *made.json()["output"], {"role": "user", "content": "go on"}]
+    whole = client.post("/v1/responses", json=asked | {"input": more}).json()
+    again = client.post("/v1/responses", json=asked | {"input": "go on", "previous_response_id": made.json()["id"]}).json()
+    assert again["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
 
 
 CHOICES: list[Any] = [
@@ -355,7 +410,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("input", {"input": []}),
     ("input", {"input": None}),
     ("input", {"input": [{"type": "reasoning", "summary": []}]}),
-    ("input[0].type", {"input": [{"type": "computer_call", "id": "msg_1"}]}),
+    ("input[0].type", {"input": [{"type": "tool_search_output", "id": "msg_1"}]}),
+    ("input[0].type", {"input": [{"type": "compaction", "encrypted_content": "gAAA"}]}),
+    ("input[0].call_id", {"input": [{"type": "shell_call", "call_id": 1}]}),
     ("input[0].role", {"input": [{"role": "tool", "content": "a"}]}),
     ("input[0].role", {"input": [{"content": "a"}]}),
     ("input[0].content", {"input": [{"role": "user"}]}),

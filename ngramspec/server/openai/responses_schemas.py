@@ -10,15 +10,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from ngramspec.options import MAX_INT
 from ngramspec.prompts.chat_template import ANSWER, Style
-from ngramspec.prompts.messages import PARTS
+from ngramspec.prompts.messages import PARTS, name_omitted
 from ngramspec.prompts.tool_calls.tool_prompt import ASSISTANT, SYSTEM, TOOL, Call, Turn
 from ngramspec.prompts.tool_calls.toolbox import Toolbox, make_toolbox
 from ngramspec.server.error_responses import make_field_error, rename_params, require
 from ngramspec.server.field_support import RESPONSES
+from ngramspec.server.hosted_tools import describe_found
 from ngramspec.server.openai.schemas import OpenAIRequest, Part
 from ngramspec.server.request_fields import Items, ResponseFormat, Schema, StrictModel, Whole
 from ngramspec.server.tool_fields import (
@@ -38,6 +39,13 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
 
 
+# Items of calls whose fields are declared here. All others that end so are calls of tools that OpenAI hosts or defines.
+CALLS = ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
+# Where such calls have what the tool found; where they have what it was asked are all fields but these and an item's own.
+_FOUND = ("output", "outputs", "results", "result", "error")
+_OWN = ("type", "id", "call_id", "status", "name", "server_label")
+
+
 class InputItem(StrictModel):
     """A message, thoughts, a call that the assistant made, its result, or a reference to one of these by its `id`."""
 
@@ -52,6 +60,20 @@ class InputItem(StrictModel):
     arguments: str | None = None
     input: str | None = None
     output: str | Items[Part] | None = None
+    hosted: dict[str, Any] | None = None
+    """The whole item, if it is a call of a tool that OpenAI hosts or defines, or the result of one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_hosted(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind.endswith(("_call", "_call_output")) and kind not in CALLS:
+            return {"type": kind, "id": given.get("id"), "call_id": given.get("call_id"), "hosted": given}
+        return given
+
+    def dump(self) -> dict[str, Any]:
+        """Return the item as JSON has it."""
+        return self.hosted or self.model_dump(exclude_none=True)
 
 
 class InnerTool(FunctionDeclared):
@@ -164,7 +186,7 @@ class ResponsesRequest(OpenAIRequest):
         """Return the items of the input as JSON has them."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
-        return [item.model_dump(exclude_none=True) for item in self.input]
+        return [item.dump() for item in self.input]
 
     def make_style(self) -> Style:
         """Return the style in which the template is rendered."""
@@ -216,19 +238,21 @@ class ResponsesRequest(OpenAIRequest):
             if item.type == "reasoning":
                 thoughts = PARTS.join(part.text or "" for part in self._list_thoughts(item))
                 continue
-            turn = _read_turn(item, f"input[{i}]", names)
-            if turn.role == ASSISTANT:
-                turn = turn._replace(thoughts=thoughts)
-            thoughts = ""
-            names |= {call.id: call.name for call in turn.calls}
-            if turn.calls and turns and turns[-1].role == ASSISTANT:
-                last = turns[-1]
-                grown.setdefault(len(turns) - 1, list(last.calls)).extend(turn.calls)
-                turns[-1] = last._replace(thoughts=last.thoughts or turn.thoughts)
-            elif turn.role == SYSTEM and len(turns) == 1 and turns[0].role == SYSTEM:
-                turns[0] = Turn(SYSTEM, f"{turns[0].content}\n\n{turn.content}")
-            else:
-                turns.append(turn)
+            if item.type == "mcp_list_tools":  # tools that are called at OpenAI only
+                continue
+            for turn in _read_hosted(item) if item.hosted is not None else [_read_turn(item, f"input[{i}]", names)]:
+                if turn.role == ASSISTANT:
+                    turn = turn._replace(thoughts=thoughts)
+                thoughts = ""
+                names |= {call.id: call.name for call in turn.calls}
+                if turn.calls and turns and turns[-1].role == ASSISTANT:
+                    last = turns[-1]
+                    grown.setdefault(len(turns) - 1, list(last.calls)).extend(turn.calls)
+                    turns[-1] = last._replace(thoughts=last.thoughts or turn.thoughts)
+                elif turn.role == SYSTEM and len(turns) == 1 and turns[0].role == SYSTEM:
+                    turns[0] = Turn(SYSTEM, f"{turns[0].content}\n\n{turn.content}")
+                else:
+                    turns.append(turn)
         for number, calls in grown.items():
             turns[number] = turns[number]._replace(calls=tuple(calls))
         if not turns:
@@ -259,12 +283,29 @@ def _read_turn(item: InputItem, where: str, names: dict[str, str]) -> Turn:
             given = require(item.output, f"{where}.output")
             output = _join_text(given if isinstance(given, str) else [part.name_media() for part in given], f"{where}.output")
             return Turn(TOOL, output, call_id=number, name=names.get(number))
+        case "compaction":
+            why = "this summary of earlier items is encrypted, and only OpenAI can read it; send the items themselves"
+            raise make_field_error(f"{where}.type", why, "not_supported")
         case other:
-            kinds = (
-                "'message', 'function_call', 'function_call_output', 'custom_tool_call', 'custom_tool_call_output', 'reasoning' "
-                "or 'item_reference'"
-            )
+            kinds = "'message', 'reasoning', 'item_reference', or end in '_call' or '_call_output'"
             raise make_field_error(f"{where}.type", f"must be {kinds}, got {other[:40]!r}", "not_supported")
+
+
+def _read_hosted(item: InputItem) -> list[Turn]:
+    """Return a call of a tool that OpenAI hosts or defines, and what it found, as if it were a function's."""
+    given, kind, number = item.hosted or {}, item.type or "", item.call_id or item.id or ""
+    if kind.endswith("_output"):
+        return [Turn(TOOL, describe_found(given.get("output")), call_id=number, name=kind.removesuffix("_call_output"))]
+    name = given.get("name")
+    asked = {name: value for name, value in given.items() if name not in (*_FOUND, *_OWN) and value is not None}
+    arguments = given["arguments"] if isinstance(given.get("arguments"), str) else json.dumps(asked, ensure_ascii=False)
+    call = Turn(ASSISTANT, "", (Call(number, name if isinstance(name, str) else kind.removesuffix("_call"), arguments),))
+    if item.call_id is not None:  # the client runs it, and sends what it found as the next item
+        return [call]
+    found = [given[name] for name in _FOUND if given.get(name) is not None]
+    is_image = kind == "image_generation_call"
+    texts = [name_omitted("image")] if is_image else map(describe_found, found or ["[omitted: only OpenAI has what was found]"])
+    return [call, Turn(TOOL, PARTS.join(texts), call_id=number, name=call.calls[0].name)]
 
 
 def _join_text(content: str | list[Part], where: str) -> str:
