@@ -48,7 +48,9 @@ from ngramspec.server.token_strings import split_end_logprob
 from ngramspec.server.tool_fields import read_toolbox
 
 Who = Annotated[Identity, Depends(identify)]
-VERSION = "0.13.0"  # of Ollama, whose API this is: clients refuse servers that are too old for them
+# The version of Ollama whose API this is. Codex refuses those before 0.13.4, programs that start Claude Code those before 0.14.2: they lack
+# /v1/responses, or /v1/messages.
+VERSION = "0.14.2"
 NEVER = "2318-01-01T00:00:00Z"  # Ollama's word for a model that stays loaded
 
 
