@@ -99,7 +99,7 @@ class NativeSteps:
             return None
         seqs, drafting = [each.seq for each in rows], None
         slots, speculates = [seq.slot for seq in seqs if seq.speculation], any(seq.max_depth > 0 for seq in seqs)
-        longest = max(seq.n_tokens for seq in seqs)
+        longest, n_decoding = max(seq.n_tokens for seq in seqs), sum(seq.n_computed >= seq.n_prompt for seq in seqs)
         forward = self._runner.native_forward()
         if forward is None:
             return None
@@ -119,7 +119,7 @@ class NativeSteps:
             self._state = _make_state(given, draws, stats)
             _find_functions(self._state, forward.inputs, given[1])
         result = _run_steps(self._state, forward, given, draws, stats, budget.n_steps, interrupt)
-        timing.record_steps(result.records, len(seqs), speculates=speculates)
+        timing.record_steps(result.records, len(seqs), n_decoding, speculates=speculates)
         for seq, fields in zip(seqs, table[["drafting_paused", "cooldown", "last_cooldown", "n_computed"]].tolist(), strict=True):
             seq.drafting_paused, seq.cooldown, seq.last_cooldown, seq.n_computed = fields
         return result

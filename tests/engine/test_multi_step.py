@@ -210,7 +210,7 @@ def test_steps_are_told_one_by_one() -> None:
     records = np.zeros(3, STEP_RECORD)
     records["step_ms"], records["n_rows"], records["n_nodes"], records["n_new"] = (0.4, 0.5, 0.6), (4, 2, 2), (2, 0, 0), (3, 2, 2)
     now[0] += 0.0015
-    timing.record_steps(records, 2, speculates=True)
+    timing.record_steps(records, 2, 2, speculates=True)
     now[0] += 0.0002
     timing.finish_step()
     timing.flush()

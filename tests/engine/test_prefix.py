@@ -136,19 +136,20 @@ def test_a_keystroke_later(engine: Engine) -> None:
         assert (after.cached_tokens, after.token_ids) == (changed, alone.token_ids)
 
 
-def test_the_pass_that_ends_a_known_prompt_is_a_prompts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stop", [["never"], []], ids=["python", "native"])
+def test_the_pass_that_ends_a_known_prompt_is_a_prompts(engine: Engine, monkeypatch: pytest.MonkeyPatch, stop: list[str]) -> None:
     """It has one row, as a pass that decodes, and its step contains the beginning of drafting."""
     prompt, timing, loads = text(50), engine.core.timing, list[tuple[bool, int]]()
-    hooked = SamplingParams(max_tokens=3, ignore_eos=True, stop=["never"])  # each step is made in Python
-    engine.complete(prompt, hooked)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, stop=stop)  # with a stop string each step is made in Python
+    engine.complete(prompt, params)
     set_load = timing.set_load
 
     def watch_load(rows: int, **load: Any) -> None:
-        loads.append((load["has_prompt"], load["n_beside"]))
+        loads.append((load["has_prompt"], load.get("n_beside", 0)))
         set_load(rows, **load)
 
     monkeypatch.setattr(timing, "set_load", watch_load)
-    assert engine.complete(prompt, hooked).cached_tokens == 49
+    assert engine.complete(prompt, params).cached_tokens == 49
     assert loads == [(True, 0)] + [(False, 0)] * (len(loads) - 1)
 
 

@@ -92,13 +92,20 @@ class StepTimer:
         self._since_plain = 0 if nodes == 0 and not has_prompt else self._since_plain + 1
         self._since_drafts = 0 if nodes else self._since_drafts + 1
 
-    def record_steps(self, records: np.ndarray, n_seqs: int, *, speculates: bool) -> None:
-        """Record several steps of `n_seqs` sequences; records [n] STEP_RECORD. The last of them goes on until `finish_step`."""
+    def record_steps(self, records: np.ndarray, n_seqs: int, n_decoding: int, *, speculates: bool) -> None:
+        """Record several steps of `n_seqs` sequences; records [n] STEP_RECORD. The last of them goes on until `finish_step`.
+
+        n_decoding: how many of the sequences decode in the first step; in it the others end a prompt, and drafting begins for them.
+        """
         assert self._started is not None
         ms = (self._clock() - self._started) * 1e3
         before = max(ms - float(records["step_ms"].sum()), 0.0)  # until the first of them began
         for i, (_, step_ms, rows, nodes, n_drafting, made, keys) in enumerate(records.tolist(), 1):
-            self.set_load(rows, nodes=nodes, n_seqs=n_seqs, keys=keys, n_drafting=n_drafting, has_prompt=False, speculates=speculates)
+            has_prompt = i == 1 and n_decoding < n_seqs
+            self.set_load(
+                rows, nodes=nodes, n_seqs=n_seqs, keys=keys, n_drafting=n_drafting, has_prompt=has_prompt, speculates=speculates,
+                n_beside=n_decoding if has_prompt else 0,
+            )  # fmt: skip
             self.add_tokens(made)
             if i < len(records):
                 self._record_step(step_ms + before)
