@@ -154,19 +154,18 @@ def test_the_pass_that_ends_a_known_prompt_is_a_prompts(engine: Engine, monkeypa
 
 
 def test_a_prefix_is_shared_while_it_is_in_use(engine: Engine) -> None:
-    prompt = text(130)
+    prompt, tables = text(130), list[np.ndarray]()
     long = SamplingParams(max_tokens=60, ignore_eos=True, n=3, temperature=1.0, seed=1)
-    stream = engine.stream(prompt, long)
-    seen = [next(stream)]
-    while {piece.index for piece in seen} != {0, 1, 2}:
-        seen.append(next(stream))
-    assert cached(engine, prompt) == full(131) == 128
-    assert engine.status().running == 3
-    tables = engine.runner.pool.tables[[seq.slot for seq in engine.core.scheduler.running], : 128 // BLOCK]
-    assert (tables == tables[0]).all(), "three sequences hold the prompt's blocks together"
-    rest = list(stream)
-    done = rest[-1].completion
-    assert done is not None
+
+    def look(_: Any) -> None:
+        if len(running := engine.core.scheduler.running) == 4:
+            tables.append(engine.runner.pool.tables[[seq.slot for seq in running], : 128 // BLOCK])
+
+    several, other = engine.submit(prompt, long, deliver=look), engine.submit(prompt, SHORT)  # at once: it waits for what they compute
+    assert other.result(30).cached_tokens == full(131) == 128
+    done = several.result(30)
+    assert tables, "four sequences run together"
+    assert all((table == table[0]).all() for table in tables), "they hold the prompt's blocks together"
     again = engine.complete(prompt, long, prefix_cache=False)
     assert [c.token_ids for c in done.choices] == [c.token_ids for c in again.choices]
 
