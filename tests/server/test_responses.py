@@ -81,7 +81,7 @@ def test_items_are_messages(api: openai.OpenAI) -> None:
 
 
 HOSTED: list[dict[str, Any]] = [
-    {"role": "user", "content": "search"},
+    {"role": "user", "content": "search", "hosted": {"type": "web_search_call"}},
     {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "clock", "tools": []},
     {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "a"}},
     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Found.", "annotations": []}]},

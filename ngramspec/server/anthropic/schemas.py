@@ -126,7 +126,7 @@ class Block(DocumentPart):
     def _keep_found(cls, given: Any) -> Any:
         if isinstance(given, dict) and isinstance(kind := given.get("type"), str) and kind.endswith("_tool_result"):
             return given | {"content": None, "found": given.get("content")}
-        return given
+        return given | {"found": None} if isinstance(given, dict) and "found" in given else given  # a client's field of that name is none
 
     def list_tools(self, deferred: Mapping[str, MessagesTool]) -> list[MessagesTool]:
         """Return the tools that this block describes to the model. `deferred`: the request's tools that their declaration does not."""

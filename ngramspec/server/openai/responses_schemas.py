@@ -69,7 +69,7 @@ class InputItem(StrictModel):
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(kind, str) and kind.endswith(("_call", "_call_output")) and kind not in CALLS:
             return {"type": kind, "id": given.get("id"), "call_id": given.get("call_id"), "hosted": given}
-        return given
+        return given | {"hosted": None} if isinstance(given, dict) and "hosted" in given else given  # a client's field of that name is none
 
     def dump(self) -> dict[str, Any]:
         """Return the item as JSON has it."""
