@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 _TRIAL = b"trial"  # hash of the block by which a model is told from others: no request's has this length
 CPU_ROWS = 128  # of a pass: with more a prompt takes as long (benchmarks/NOTES.md), and what comes or is cancelled meanwhile waits longer
+STARTS_KEPT_S = 90 * 86400.0  # for which what a start learned is kept: each version, model and setting has its own, of up to 3 MB
 LEARNED = 500  # steps after which the curve that they taught is kept for later starts, beside the one that was measured
 
 
@@ -157,6 +158,7 @@ def bind(
 
     for folder in ("code", "starts"):
         remove_stale(cache_dir() / folder)
+    remove_stale(cache_dir() / "starts", "[!.]*", STARTS_KEPT_S)
     with crashes.watch_start(cache_dir() / "crashes", clear_caches), pause_collector():
         numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
         code = background_compiler.start_compiling(_guess_compiled(model, config, device), progress) if device.device == "cpu" else None

@@ -121,7 +121,7 @@ def test_a_store_of_another_tokenizer_is_refused_before_weights_are_packed(path:
         assert not [stage for stage in stages if stage.startswith("packing")]
 
 
-def test_a_start_removes_what_killed_starts_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_removes_what_killed_and_old_ones_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NGRAMSPEC_CACHE", str(tmp_path))
     left = [tmp_path / folder / name for folder in ("code", "starts") for name in (".old.part", ".young.part")]
     for path in left:
@@ -129,6 +129,10 @@ def test_a_start_removes_what_killed_starts_have_left(tmp_path: Path, monkeypatc
         path.write_bytes(b"half")
     for path in left[::2]:
         os.utime(path, (0, time.time() - STALE_S))
+    for name, days in (("other.json", 89), ("version.syntax", 90)):
+        left.append(tmp_path / "starts" / name)
+        left[-1].write_bytes(b"learned")
+        os.utime(left[-1], (0, time.time() - days * 86400))
     with Engine(tiny.tiny_model("llama"), speculation=False):
         pass
-    assert [path.exists() for path in left] == [False, True, False, True]
+    assert [path.exists() for path in left] == [False, True, False, True, True, False]
