@@ -65,7 +65,7 @@ class EngineConfig:
     kv_memory: int | None = option(
         None,
         Integer(1, 2**63 - 1, optional=True),
-        "Memory for the KV cache, such as 2G. Default: a quarter of the free memory, at most 4G; on CUDA all that may be used.",
+        "Memory for the KV cache, such as 2G. Default: a quarter of what weights leave free, at most 4G; on CUDA all that may be used.",
         metavar="SIZE",
         panel=_MODEL,
         only=("serve",),

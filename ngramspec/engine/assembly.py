@@ -273,9 +273,9 @@ def _restart(start: _Start, kept: start_cache.StartRecord, found: dict[str, Any]
 
     def take_memory(opened: start_cache.CachedModel) -> None:
         nonlocal options
-        options = _make_cpu_options(start, start.limit_length(opened.trained))
         n_bytes = count_packed_bytes(_choose_source(start, opened), plain=False)
         check_memory(n_bytes, "cpu", name)
+        options = _make_cpu_options(start, start.limit_length(opened.trained), n_bytes)
         options.arena.reserve_pages(n_bytes)
 
     opened = start_cache.reopen_model(kept.file, start.tokenizer, cache_dir(), take_memory)
@@ -345,8 +345,9 @@ def _make_runner(start: _Start, loaded: LoadedModel, longest: int) -> Runner:
         from ngramspec.models.parameters import ParamsSource
 
         source = loaded.source if isinstance(loaded, OpenModel) else ParamsSource(loaded.model)
-        cpu_options = _make_cpu_options(start, longest)
-        check_memory(count_packed_bytes(source, cpu_options.plain), "cpu", loaded.name)
+        n_bytes = count_packed_bytes(source, plain=not device.exact)
+        check_memory(n_bytes, "cpu", loaded.name)
+        cpu_options = _make_cpu_options(start, longest, n_bytes)
         start.wait_for_code(*background_compiler.LOADING)
         return CpuRunner(loaded.model, cpu_options, source)
     from ngramspec.backends.cuda.cuda_runner import CudaOptions, CudaRunner  # imports Triton
@@ -371,15 +372,15 @@ def _add_draft_room(longest: int, config: EngineConfig) -> int:
     return longest + config.spec_rows + 1
 
 
-def _make_cpu_options(start: _Start, longest: int) -> CpuOptions:
-    """Return the options of a runner on the CPU, for texts of up to `longest` tokens."""
+def _make_cpu_options(start: _Start, longest: int, n_weight_bytes: int) -> CpuOptions:
+    """Return the options of a runner on the CPU, for texts of up to `longest` tokens and weights that are still to be put into memory."""
     config = start.config
     return CpuOptions(
         max_len=_add_draft_room(longest, config),
         longest=longest,
         max_seqs=config.max_seqs,
         max_rows=start.device.max_rows,
-        kv_bytes=config.kv_memory if config.kv_memory is not None else _default_kv_bytes(),
+        kv_bytes=config.kv_memory if config.kv_memory is not None else _default_kv_bytes(n_weight_bytes),
         precision=start.device.precision,
         kv_dtype=config.kv_dtype,
         plain=not start.device.exact,
@@ -456,7 +457,7 @@ def _guess_compiled(model: str | PreTrainedModel, config: EngineConfig, device: 
     return background_compiler.CompiledFor(kv_dtype, str(file) if is_kept else "", int8)
 
 
-def _default_kv_bytes() -> int:
-    """Return a quarter of the memory that is free, 4 GiB at most; its pages are taken as they are first used."""
+def _default_kv_bytes(n_weight_bytes: int) -> int:
+    """Return a quarter of the memory that weights leave free, 4 GiB at most; its pages are taken as they are first used."""
     free = available_memory()
-    return min(4 << 30, free // 4) if free is not None else 1 << 30
+    return min(4 << 30, max(0, free - n_weight_bytes) // 4) if free is not None else 1 << 30

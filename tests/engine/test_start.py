@@ -14,9 +14,12 @@ import tiny
 import tiny_gguf
 import tiny_store
 
+from ngramspec.backends.cpu.llama_runner import count_packed_bytes
 from ngramspec.datastore import TokenizerMismatchError
 from ngramspec.datastore.partial_files import STALE_S
+from ngramspec.engine import assembly
 from ngramspec.engine.llm_engine import Engine
+from ngramspec.models.loader import open_model
 from ngramspec.tokenizer.deferred import DeferredTokenizer
 
 _COMPLETE = """
@@ -119,6 +122,17 @@ def test_a_store_of_another_tokenizer_is_refused_before_weights_are_packed(path:
         with pytest.raises(TokenizerMismatchError):
             Engine(str(path), datastore=tmp_path / "store", progress=stages.append, **options)
         assert not [stage for stage in stages if stage.startswith("packing")]
+
+
+def test_weights_that_are_not_in_memory_yet_take_no_part_of_the_kv_caches(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model that just fits is killed once its KV cache is full."""
+    weights = count_packed_bytes(open_model(str(path)).source, plain=False)
+    with Engine(str(path), kv_memory=1 << 20) as engine:
+        n_tokens = engine.props()["kv_tokens"]
+    monkeypatch.setattr(assembly, "available_memory", lambda: weights + (4 << 20))
+    for _ in range(2):  # the second start reads what the first has kept
+        with Engine(str(path)) as engine:
+            assert engine.props()["kv_tokens"] == n_tokens
 
 
 def test_a_start_removes_what_killed_and_old_ones_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
