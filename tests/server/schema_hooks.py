@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import schemathesis
+from schemathesis.specs.openapi import negative
 
 NEEDED = ("prompt", "messages", "input", "input_prefix", "input_suffix", "content", "tokens", "path")
 HARMLESS = (
@@ -29,6 +31,31 @@ HARMLESS = (
     "n_indent",
     "stop",
 )
+
+
+class WholeCharacters:
+    """A validator that takes half characters, which are generated, for whole ones; schemathesis's own ends with a UnicodeEncodeError."""
+
+    def __init__(self, validator: Any) -> None:
+        self._validator = validator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._validator, name)
+
+    def is_valid(self, value: Any) -> bool:
+        try:
+            return bool(self._validator.is_valid(value))
+        except UnicodeEncodeError:
+            whole = re.sub("[\ud800-\udfff]", "\ufffd", json.dumps(value, ensure_ascii=False))
+            return bool(self._validator.is_valid(json.loads(whole)))
+
+
+def take_half_characters(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: WholeCharacters(make(*given))
+
+
+for maker in ("get_validator", "get_real_validator"):
+    setattr(negative, maker, take_half_characters(getattr(negative, maker)))
 
 
 @schemathesis.hook

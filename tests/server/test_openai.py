@@ -625,7 +625,7 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("seed", "min_tokens") for value in (-(2**63) - 1, 2**64, 0.5, True, "1")),
     ("min_tokens", -1),
     ("top_k", -(2**31)),
-    ("top_k", 1.0),
+    ("top_k", 1.5),
     ("n", 0),
     ("n", 129),
     ("min_tokens", 10_000),
@@ -653,7 +653,7 @@ WRONG: list[tuple[str, Any]] = [
 COMPLETIONS: list[tuple[str, Any]] = [
     *(("prompt", value) for value in (1, True, [], [1, "a"], [[]], [-1], [[320]], [[True]], {}, "", "x" * 1024, [1] * 1024)),
     *(("logprobs", value) for value in (-2, -1, 21, 101, True, "1")),
-    *(("best_of", value) for value in (0, -1, 129, 1.0)),
+    *(("best_of", value) for value in (0, -1, 129, 1.5)),
     ("echo", "yes"),
     ("suffix", 1),
     ("prediction", {"type": "content", "content": "a"}),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from ngramspec.options import MAX_INT
 from ngramspec.prompts.chat_template import ANSWER, Style
@@ -116,7 +117,7 @@ class Block(DocumentPart):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | Items[ResultBlock] | None = None
-    found: Any = None
+    found: SkipJsonSchema[Any] = None
     """The content of a block whose type ends in `_tool_result`: what a tool found that ran at Anthropic."""
     thinking: str | None = None
     tool: ToolChanged | None = None

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from ngramspec.options import MAX_INT
 from ngramspec.prompts.chat_template import ANSWER, Style
@@ -60,7 +61,7 @@ class InputItem(StrictModel):
     arguments: str | None = None
     input: str | None = None
     output: str | Items[Part] | None = None
-    hosted: dict[str, Any] | None = None
+    hosted: SkipJsonSchema[dict[str, Any] | None] = None
     """The whole item, if it is a call of a tool that OpenAI hosts or defines, or the result of one."""
 
     @model_validator(mode="before")
