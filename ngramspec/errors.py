@@ -13,7 +13,6 @@ _EXTRAS = {
         "gguf",
         "safetensors",
         "huggingface_hub",
-        "filelock",
         "jinja2",
         "llguidance",
         "regex",
