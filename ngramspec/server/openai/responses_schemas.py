@@ -41,7 +41,7 @@ LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
 
 
 # Items of calls whose fields are declared here. All others that end so are calls of tools that OpenAI hosts or defines.
-CALLS = ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
+_CALLS = ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
 # Where such calls have what the tool found; where they have what it was asked are all fields but these and an item's own.
 _FOUND = ("output", "outputs", "results", "result", "error")
 _OWN = ("type", "id", "call_id", "status", "name", "server_label")
@@ -68,7 +68,7 @@ class InputItem(StrictModel):
     @classmethod
     def _keep_hosted(cls, given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind.endswith(("_call", "_call_output")) and kind not in CALLS:
+        if isinstance(kind, str) and kind.endswith(("_call", "_call_output")) and kind not in _CALLS:
             return {"type": kind, "id": given.get("id"), "call_id": given.get("call_id"), "hosted": given}
         return given | {"hosted": None} if isinstance(given, dict) and "hosted" in given else given  # a client's field of that name is none
 
